@@ -1,5 +1,5 @@
-"""This file makes the pages of attention on a GPU from their records: every cell, those over cached keys, the kernels of
-FlashAttention-1 and -2, several GPUs, a training step, and whole models."""
+"""Makes the docs pages of attention on a GPU from the records: all cells, cached keys, the kernels of FlashAttention-1 and -2,
+several GPUs, a training step, and whole models."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def cell_tables(record: dict) -> list[str]:
 
 
 def unavailable_in(results: list[dict]) -> list[str]:
-    """A list of the reasons that providers are not in these results."""
+    """Reasons why providers are missing from these results."""
     reasons = defaultdict(Counter)
     for r in results:
         for name, why in r["unavailable"].items():
@@ -150,7 +150,7 @@ def decode_summary_table(record: dict) -> list[str]:
 
 
 def decode_cell_table(results: list[dict]) -> list[str]:
-    """Microseconds of every provider, what of the reads' rate ours is, and what was wanted and known before."""
+    """Microseconds of every provider, our share of the read rate, the wanted and the previously known time."""
     names = list(dict.fromkeys(name for r in results for name in r["providers"]))
     rows = []
     for r in results:
@@ -191,11 +191,11 @@ def decode_terminal_summary(record: dict) -> list[str]:
 
 # --- The family ---------------------------------------------------------------------------------------------------------------
 
-SHOWN_HEAD_DIM = 128  # of the tables of bytes; the record has the others
+SHOWN_HEAD_DIM = 128  # of the tables of bytes; the record has other head dims
 
 
 def family_rates(record: dict) -> list[str]:
-    """TFLOP/s of every provider, the lengths of a kind side by side."""
+    """TFLOP/s of every provider, with the lengths of a kind in one cell."""
     kinds = defaultdict(list)
     for result in record["results"]:
         kinds[result["kind"]].append(result)
@@ -211,7 +211,7 @@ def family_rates(record: dict) -> list[str]:
 
 
 def family_bytes(timed: dict, profiled: dict | None) -> list[str]:
-    """Of one cell: what the arithmetic says, and what the profiler counted."""
+    """For one cell: computed bytes and the profiler's counts."""
 
     def gigabytes(values: dict | None, kind: str = "") -> str:
         return pair(values[f"{kind}{way}"] / 1e9 for way in ("read", "written")) if values else "-"
@@ -250,7 +250,7 @@ def family_page(record: dict) -> list[str]:
 
 
 def distributed_page(record: dict) -> list[str]:
-    """A row per cell: milliseconds and shares of ideal scaling; what communication is not hidden; memory."""
+    """A row per cell: milliseconds and shares of ideal scaling; exposed communication; memory."""
     lines = [
         *heading(record),
         "",
@@ -265,7 +265,7 @@ def distributed_page(record: dict) -> list[str]:
         def entry(name: str, key: str, form: Callable[[float], str], of=of) -> str:
             return form(of[name][key]) if key in of.get(name, {}) else "-"
 
-        # ring-flash-attn has one method for plain and one for packed attention: they share a column.
+        # ring-flash-attn has one method for plain and one for packed attention; both use the same column.
         ring = next((PEERS[name] for name in ("zigzag", "llama3") if PEERS[name] in of), PEERS["zigzag"])
         peers = [*torchs, ring, PEERS["ulysses"]]
         graphs = [entry(name, "ms", number) for name in GRAPHS]
@@ -322,7 +322,7 @@ def training_page(record: dict) -> list[str]:
 
 
 def models_page(record: dict) -> list[str]:
-    """A row per model, length and pass: milliseconds and GiB of each implementation, and how many times ours is as fast."""
+    """A row per model, length and pass: milliseconds and GiB of each implementation, and our speedup."""
     lines = [*heading(record), "", f"transformers {record['transformers']}, {record['results'][0]['dtype']}, one sequence."]
     names, rows = record["implementations"], []
     peers = [name for name in names if name != OURS]

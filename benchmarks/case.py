@@ -1,4 +1,4 @@
-"""What every benchmark measures: a case."""
+"""A case: the unit of every benchmark."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 @dataclass(frozen=True)
 class Case:
-    """One problem of a family: a function, a group of attention's cells, the paper, a model. `sizes` and `options` are what its
-    label shows and what its inputs are made from. Subclasses give a `kind`, by which cases are summarised, and the inputs.
+    """A problem of a family: a function, a group of attention's cells, the paper, a model. The label and the inputs derive from
+    `sizes` and `options`. Subclasses define the inputs and a `kind`, by which cases are summarised.
     """
 
     family: str
@@ -30,10 +30,10 @@ class Case:
 
     @property
     def title(self) -> str:
-        """What --match looks at."""
+        """The text that --match searches."""
         return f"{self.kind}, {self.label}, {str(self.dtype)[6:]}"
 
     def head(self) -> dict:
-        """The result of a case in a record, before anything is measured."""
+        """A case's entry in a record, before measurements."""
         names = {"family": self.family, "kind": self.kind, "case": self.label, "dtype": str(self.dtype)[6:]}
         return names | {"sizes": self.sizes, "options": self.options, "providers": {}, "unavailable": {}}

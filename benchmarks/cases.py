@@ -1,4 +1,4 @@
-"""What is measured: one list per device, each entry with the reason why it is there."""
+"""The measured cases: a list per device, each entry with its reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .case import Case
 
-# The least memory traffic of a row function, in passes over the input: what must be read and what must be written, once.
+# The least memory traffic of a row function, in passes over the input: each required read and write once.
 PASSES = {
     "softmax": {"forward": 2, "backward": 3},  # x -> y; y, grad y -> grad x
     "log_softmax": {"forward": 2, "backward": 3},
@@ -24,18 +24,18 @@ LONG_ROW, FEW_ROWS = 32768, 8
 
 @dataclass(frozen=True)
 class RowCase(Case):
-    """A problem of a row function, the family, or of attention on the CPU; `reason` is for the reader.
+    """A problem of a row function, the family, or of attention on the CPU; `reason` is printed by --list.
 
     Options of attention: `causal`; `window` W: a query sees the W keys up to itself; `mask` "random" (bool [L, L], half of it
-    visible) or "padding" (bool [B, 1, 1, L]; of one sequence three quarters of the keys are visible, of the next a quarter);
-    `bias` "per head" ([1, H, L, L]) or "shared" ([1, 1, L, L]), both with gradient, or "frozen" (as per head, without).
+    visible) or "padding" (bool [B, 1, 1, L]; sequences alternate between three quarters and a quarter of visible keys);
+    `bias` "per head" ([1, H, L, L]) or "shared" ([1, 1, L, L]), both with gradient, or "frozen" ("per head" without gradient).
     """
 
     reason: str = ""
 
     @property
     def kind(self) -> str:
-        """What cases are summarised by: the mask of attention, the shape of rows."""
+        """The key of the summary: the mask of attention, the shape of rows."""
         if self.family == "attention":
             kinds = [name if value is True else f"{name} {value}" for name, value in self.options.items() if value is not False]
             return ", ".join(kinds) or "full"
@@ -75,15 +75,15 @@ class RowCase(Case):
         return [(3 if n % 2 == 0 else 1) * self.sizes["L"] // 4 for n in range(self.sizes["B"])]
 
     def visible_pairs(self, extras: list[Tensor]) -> int:
-        """Pairs of a query and a key that it sees, over batch and heads."""
+        """Number of visible pairs of query and key, over batch and heads."""
         batch, heads, length = (self.sizes[name] for name in ("B", "H", "L"))
         if self.options.get("mask") or self.options.get("window"):
             return int(extras[0].sum()) * heads * (length if self.options.get("mask") == "padding" else batch)
         return batch * heads * (length * (length + 1) // 2 if self.options.get("causal") else length**2)
 
     def flops(self, direction: str, extras: list[Tensor]) -> int | None:
-        """Operations of the matrix products over visible pairs: forward QK', PV; backward QK' again, dV, dP, dQ, dK. None for
-        row functions."""
+        """Floating-point operations of the matrix products over visible pairs: forward QK', PV; backward QK' again, dV, dP, dQ,
+        dK. None for row functions."""
         if self.family != "attention":
             return None
         return self.visible_pairs(extras) * self.sizes["E"] * (4 if direction == "forward" else 10)
@@ -96,8 +96,8 @@ class RowCase(Case):
 
 
 def _attention(length: int, dtype: torch.dtype, reason: str, *, head_dim: int = 64, batch: int = 1, **options) -> RowCase:
-    # Long sequences have fewer heads, so that a case costs seconds, not minutes. They have two at least, so that two threads
-    # have work where a peer parallelizes over heads alone.
+    # Long sequences have fewer heads, so that a case takes seconds, not minutes; at least two, so that two threads have work
+    # with a peer that parallelizes only over heads.
     heads = (8 if length <= 2048 else 4 if length <= 4096 else 2) // batch
     return RowCase("attention", {"B": batch, "H": heads, "L": length, "E": head_dim}, options, dtype, reason)
 
@@ -140,11 +140,11 @@ def _rows(function: str, shapes, dtypes, reason: str, **options) -> list[RowCase
 
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
-# (rows, classes). A result of 4 Mi elements fits into memory that malloc hands out again; one of 16 Mi, 32 MiB and more, is new
-# memory from the system each time, whose page faults can cost more than the function: see docs/performance/rows.md.
+# (rows, classes). malloc reuses the memory of a result of 4 Mi elements; a result of 16 Mi elements (32 MiB and more) gets new
+# memory from the system each time, and its page faults can cost more than the function: see docs/performance/rows.md.
 SHORT = ((16384, 256), (4096, 1024), (16384, 1024), (1024, 4096))  # rows of attention, of small vocabularies
 LONG = ((128, 32768), (512, 32768), (32, 131072), (64, 262144))  # vocabularies
-FEW = ((8, 262144), (1, 1048576))  # one step of decoding: fewer rows than it takes to keep the threads busy
+FEW = ((8, 262144), (1, 1048576))  # one step of decoding: too few rows to keep the threads busy
 
 CPU = [
     *(case for dtype in (FLOAT, BFLOAT, HALF) for case in _attention_kinds(dtype)),
@@ -173,7 +173,7 @@ CUDA = [
     *_rows("topk_softmax", ((10, 1000000),), (FLOAT,), "few long rows, each on many SMs", k=5),
 ]
 
-# Widths that nothing favours: of a few classes, odd, a power of two or one less, vocabularies that are no multiple of 8.
+# Widths without an advantage: few classes, odd, a power of two or one less, vocabularies not divisible by 8.
 ODD_CLASSES = (
     1,
     2,

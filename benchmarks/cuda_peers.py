@@ -1,7 +1,7 @@
-"""Peers of the row functions on CUDA alone: torch.compile, quack (CuTe DSL) and Liger (Triton), where they are installed.
+"""CUDA-only peers of the row functions: torch.compile, quack (CuTe DSL) and Liger (Triton), if installed.
 
-quack and Liger have no logsumexp, no log_softmax and no top k of a whole row's softmax: quack's top k takes rows of up to 4096
-classes, a power of two, and its softmax is over the k.
+quack and Liger have no logsumexp, no log_softmax and no top k of the whole row's softmax: quack's top k takes rows of up to
+4096 classes, a power of two, and its softmax is over the k.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .peers import Provider, Unavailable
 
 @dataclass(frozen=True)
 class OptionalProvider(Provider):
-    """A provider that may not be installed. What its first step, forward and backward, raises is why it is unavailable."""
+    """A provider that may not be installed. If its first step, forward and backward, raises, the error is the reason."""
 
     prepare: Callable[[], None] = lambda: None
 
@@ -39,7 +39,7 @@ def compiled(function) -> OptionalProvider:
 
     def prepare():
         torch.compiler.reset()
-        # The timer keeps a step's graph for its next sample, so that the graph must not donate its buffers.
+        # The timer reuses a step's graph for its next sample, so the graph must not donate its buffers.
         torch._functorch.config.donated_buffer = False
         made[:] = [torch.compile(function, dynamic=False)]
 
@@ -78,7 +78,7 @@ class _StandIn(torch.autograd.Function):
 
 class LigerCrossEntropy:
     """Calls Liger on a copy of the input, since Liger overwrites its input with the gradient. The first call of a sample, which
-    only warms up, renews the copy. Liger's forward pass also computes the gradient; its backward pass scales it."""
+    is a warm-up, renews the copy. Liger's forward pass also computes the gradient; its backward pass scales it."""
 
     def __init__(self):
         self.copy, self.fresh = [], False
@@ -97,9 +97,7 @@ class LigerCrossEntropy:
         if not self.copy or self.copy[0].shape != x.shape or self.copy[0].dtype != x.dtype:
             self.copy = [torch.empty_like(x, requires_grad=False)]
         if not self.fresh:
-            self.copy[0].data.copy_(
-                x.detach()
-            )  # autograd sees neither this nor Liger's write, so that a graph which the timer keeps stays usable
+            self.copy[0].data.copy_(x.detach())  # hidden from autograd, like Liger's write, so the timer can reuse the graph
             self.fresh = True
         return _StandIn.apply(x, self.copy)
 

@@ -1,10 +1,9 @@
-"""torchrun --nproc-per-node N -m flash_online bench distributed: attention of a sequence over N ranks, beside torch's,
-ring-flash-attn's and yunchang's.
+"""torchrun --nproc-per-node N -m flash_online bench distributed: attention of a sequence over N ranks, compared with torch,
+ring-flash-attn and yunchang.
 
-A cell is forward and backward of causal attention, every rank with its rows. What one process computes on the whole sequence
-is what results are compared with, bit by bit, and its time over N is what would be ideal. A sample is several steps, one after
-the other as in training, on the slowest rank. A twin of each method computes the same and receives nothing: what it takes less
-is the communication that nothing hid.
+A cell is forward and backward of causal attention, every rank with its rows. Results are compared, bit by bit, with one process
+on the whole sequence; its time over N is the ideal. A sample is several steps in sequence, as in training, on the slowest rank.
+A twin of each method computes the same but receives nothing: the difference in time is exposed communication.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from .summary import BY_REGISTRY, OURS
 
 HEAD_DIM = 128
 LENGTHS = (8192, 32768, 131072, 524288)
-ONE_GPU_MOST = 131072  # beyond, one GPU takes many seconds, and the whole sequence's gradients much of its memory
-GRADIENTS_MOST = 32768  # up to here gradients are compared with those of one process too
-GRAPHS_MOST = 32768  # beyond, launches are hidden without a CUDA graph
-SAMPLE = 0.02  # seconds of a sample, at least, if it takes no more than SAMPLE_STEPS steps
+ONE_GPU_MOST = 131072  # beyond, one GPU takes many seconds, and the gradients much of its memory
+GRADIENTS_MOST = 32768  # up to here gradients are compared with one process's too
+GRAPHS_MOST = 32768  # beyond, launches overlap without a CUDA graph
+SAMPLE = 0.02  # least seconds of a sample, with at most SAMPLE_STEPS steps
 SAMPLE_STEPS = 20
-TIMEOUT = 100  # seconds that a rank waits for another
+TIMEOUT = 100  # seconds that a rank waits for other ranks
 DOCUMENTS = (64, 16384)  # of packed streams, in tokens: lengths are spread evenly over their logarithms
 
 
@@ -67,7 +66,7 @@ def _cells() -> list[Cell]:
             cells.append(Cell("causal", sizes))
             if length in (32768, 131072):
                 cells += [Cell("window", sizes, {"window": 4096}), Cell("packed", sizes, {"packed": True})]
-    return sorted(cells, key=lambda cell: cell.sizes["L"])  # a run that is cut short has the most
+    return sorted(cells, key=lambda cell: cell.sizes["L"])  # an interrupted run has most of the cells
 
 
 CELLS = _cells()
@@ -101,21 +100,21 @@ class Inputs:
         return [tensor.contiguous() for tensor in shard(self.whole, self.dim, layout=layout)]
 
     def attend(self, *tensors: Tensor, **more: object) -> Tensor:
-        """Of the whole sequence, by one process."""
+        """Attention of the whole sequence in one process."""
         if not self.packed:
             return flash_online.attention(*tensors, **self.options, **more)
         length = self.cell.sizes["L"]
         return flash_online.varlen_attention(*tensors, self.starts, self.starts, length, length, **self.options, **more)
 
     def chosen(self) -> str:
-        """The method that "auto" takes."""
+        """The method that "auto" chooses."""
         rows = self.cell.sizes["L"] // dist.get_world_size()
         heads = [self.cell.sizes[name] for name in ("heads", "key heads", "key heads")]
         shapes = (torch.empty(rows, 1, h, HEAD_DIM, dtype=self.cell.dtype, device="meta") for h in heads)
         return chooser.choose(*shapes, group_of(None), self.layout, True, True)
 
     def ideal_bytes(self) -> int:
-        """Of a rank's queries, keys, values, their gradients, its output and the gradient of that."""
+        """Bytes of a rank's queries, keys, values, output and their gradients."""
         return sum(2 * tensor.numel() * tensor.element_size() for tensor in self.whole) // dist.get_world_size()
 
     def attend_on_ranks(self, *tensors: Tensor, method: str, **more: object) -> Tensor:
@@ -126,7 +125,7 @@ class Inputs:
 
 
 def _documents(length: int) -> Tensor:
-    """The starts of documents whose lengths are spread evenly over their logarithms, the last one cut."""
+    """The starts of documents with lengths spread evenly over their logarithms, the last one cut."""
     generator, (least, most) = torch.Generator().manual_seed(64), DOCUMENTS
     starts = [0]
     while starts[-1] < length:
@@ -139,7 +138,7 @@ def _documents(length: int) -> Tensor:
 
 
 class Provider:
-    """Forward and backward of a rank's rows, in `layout`. `exact`: the output must have the bits of one process."""
+    """Forward and backward of a rank's rows, in `layout`. `exact`: the output must be bit-equal to one process's."""
 
     def __init__(self, call: Callable[..., Tensor], tensors: list[Tensor], layout: str, exact: bool = True):
         self.call, self.layout, self.exact, self.out = call, layout, exact, None
@@ -168,18 +167,18 @@ def _ours(inputs: Inputs, method: str) -> Provider:
 
 @contextlib.contextmanager
 def _twin(inputs: Inputs, method: str) -> Iterator[Provider]:
-    """Ours with collectives that give a tensor of the right shape at once, and without the comparison of the ranks' calls. Its
-    results are wrong."""
+    """Ours with collectives that return a tensor of the right shape at once, and without the comparison of the ranks' calls.
+    Its results are wrong."""
     if dist.get_world_size() == 1:
         raise Unavailable("one rank communicates nothing")
     kept: dict[tuple, Tensor] = {}
 
     def received(like: Tensor, *shape: int) -> Tensor:
-        """Of normal numbers: a kernel may be faster on zeros."""
+        """Normal numbers: a kernel may be faster on zeros."""
         key = (like.dtype, shape)
         if key not in kept:
             kept[key] = torch.randn(shape, dtype=like.dtype, device=like.device)
-        return kept[key].detach()  # an output of several autograd Functions
+        return kept[key].detach()  # several autograd Functions return it
 
     def all_gather(tensor, group):
         return received(tensor, group.ranks * tensor.shape[0], *tensor.shape[1:])
@@ -205,7 +204,7 @@ def _twin(inputs: Inputs, method: str) -> Iterator[Provider]:
 
 @contextlib.contextmanager
 def _graph(inputs: Inputs, method: str) -> Iterator[Provider]:
-    """A CUDA graph of ours, collectives and all."""
+    """A CUDA graph of ours, collectives included."""
     if inputs.device != "cuda" or inputs.cell.sizes["L"] > GRAPHS_MOST:
         raise Unavailable(f"on GPUs, up to {GRAPHS_MOST:,} tokens alone")
     provider = _ours(inputs, method)
@@ -227,8 +226,8 @@ def _graph(inputs: Inputs, method: str) -> Iterator[Provider]:
 
 @contextlib.contextmanager
 def _torchs(inputs: Inputs, backend: str, rotation: str, ours: bool = False) -> Iterator[Provider]:
-    """torch's context_parallel, a ring, or keys gathered after one step. It takes no groups of heads: keys are repeated.
-    `ours`: torch's flash attention is this package's kernels."""
+    """torch's context_parallel: a ring, or keys gathered after one step. It has no grouped heads: keys are repeated. `ours`:
+    torch's flash attention runs this package's kernels."""
     if inputs.device != "cuda" or inputs.packed or "window" in inputs.options:
         raise Unavailable("it takes plain causal attention on GPUs alone")
     from torch.distributed.tensor.experimental import _attention as private
@@ -299,7 +298,7 @@ MAKERS: dict[str, Maker] = {
 
 
 def _is_skipped(name: str, length: int) -> bool:
-    """Where a step takes seconds, only what is compared with. torch's two rotations take one time in all but short cells."""
+    """Where a step takes seconds, only the comparison providers run. torch's two rotations differ only in short cells."""
     if name.endswith("alltoall"):
         return length > GRADIENTS_MOST
     return length > ONE_GPU_MOST and (name in (*TWINS.values(), *PEERS.values()) or name.endswith(BY_REGISTRY))
@@ -309,14 +308,14 @@ def _is_skipped(name: str, length: int) -> bool:
 
 
 def _agreed(value: object) -> list[object]:
-    """What each rank has."""
+    """The values of all ranks."""
     values: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 class _Timer:
-    """Seconds between its making and `stop`, on the device; `issued` are those that the host took."""
+    """Seconds between construction and `stop`, on the device; `issued`: the host's seconds."""
 
     def __init__(self, device: str):
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device == "cuda" else []
@@ -336,7 +335,7 @@ class _Timer:
 
 
 def _first(provider: Provider, device: str) -> tuple[float, int]:
-    """Seconds of a step of the slowest rank, and the bytes of the rank that holds most at its peak: inputs, results and all."""
+    """Seconds of a step of the slowest rank, and the largest peak memory of a rank in bytes, inputs and results included."""
     provider.clear()
     gc.collect()
     if device == "cuda":
@@ -351,7 +350,7 @@ def _first(provider: Provider, device: str) -> tuple[float, int]:
 
 
 def _samples(provider: Provider, device: str, rounds: int, seconds: float) -> tuple[list[float], list[float]]:
-    """`rounds` times seconds per step of the slowest rank, and those that its host took; `seconds` is about a step's."""
+    """`rounds` samples of seconds per step of the slowest rank, and of its host; `seconds` is the approximate step time."""
     steps = max(1, min(SAMPLE_STEPS, math.ceil(SAMPLE / seconds)))
     took, issued = [], []
     for _ in range(rounds):
@@ -371,8 +370,8 @@ def _is_right(out: Tensor, truth: Tensor, provider: Provider) -> bool:
 
 
 def _gradients(inputs: Inputs) -> dict[str, dict[str, float]]:
-    """Of each method the largest difference of its gradients, with deterministic=True, from those of one process, over the
-    largest of those: 0 where all bits are equal, on all ranks."""
+    """For each method the largest difference of its gradients, with deterministic=True, from one process's, relative to their
+    largest element: 0 if bit-equal on all ranks."""
     one = Provider(partial(inputs.attend, deterministic=True), inputs.whole, "whole")
     one.step()
     truths = shard([leaf.grad for leaf in one.leaves], inputs.dim, layout=inputs.layout)
@@ -395,13 +394,13 @@ def measure(cell: Cell, device: str, rounds: int, makers: dict[str, Maker]) -> d
     with torch.no_grad():
         whole = inputs.attend(*inputs.whole[:3])
     truths = {layout: shard([whole], inputs.dim, layout=layout)[0] for layout in ("zigzag", "contiguous")} | {"whole": whole}
-    # One after the other: torch's context manager changes what scaled_dot_product_attention is, and buffers are large.
+    # One at a time: torch's context manager replaces scaled_dot_product_attention, and buffers are large.
     for name, make in makers.items():
         if _is_skipped(name, cell.sizes["L"]):
             continue
         try:
             with make(inputs) as provider:
-                if not long:  # what a first step allocates and compiles is not of every step
+                if not long:  # exclude a first step's allocation and compilation
                     provider.step()
                 seconds, peak = _first(provider, device)
                 right = _agreed(_is_right(provider.out, truths[provider.layout], provider))
@@ -432,7 +431,7 @@ def measure(cell: Cell, device: str, rounds: int, makers: dict[str, Maker]) -> d
 
 
 def shares(result: dict) -> dict:
-    """The result with the share of ideal scaling of each provider that ran over the ranks."""
+    """The result with the share of ideal scaling for each provider that ran over the ranks."""
     if one := result["providers"].get(ONE):
         for name, entry in result["providers"].items():
             if name != ONE:
@@ -454,8 +453,8 @@ def line(result: dict) -> str:
 
 
 def run(quick: bool, match: str | None, rounds: int, graphs: bool, facts: dict, path: Path) -> int:
-    """On every rank; the first one writes the record and speaks. Returns 1 if a result was wrong. `graphs`: only CUDA graphs of
-    ours, whose times are added to the record that is there."""
+    """Runs on every rank; the first rank writes the record and prints. Returns 1 if a result was wrong. `graphs`: measure only
+    CUDA graphs of ours and add their times to the existing record."""
     device = "cuda" if torch.cuda.is_available() and not quick else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

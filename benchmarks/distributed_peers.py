@@ -1,8 +1,7 @@
 """Peers of context parallelism: ring-flash-attn (zigzag ring, and llama3 for packed sequences) and yunchang (Ulysses).
 
-They call flash_attn's kernels. Where flash_attn is not installed they get a module of that name which calls the same
-FlashAttention-2 kernels through torch, as it is part of torch. Its backward pass copies gradients into the peers' buffers,
-where flash_attn's own writes them.
+They call flash_attn's kernels. Without flash_attn they get a module of that name which calls torch's copy of the same
+FlashAttention-2 kernels. Its backward pass copies gradients into the peers' buffers, while flash_attn writes them directly.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def _backward(dout, q, k, v, out, lse, buffers, starts_q, starts_k, longest_q, l
         buffer.copy_(grad)
 
 
-# The parameters have flash_attn 2.7's names and order: the peers ask for both. Windows, softcap and dropout are not used here.
+# The parameters have flash_attn 2.7's names and order: the peers inspect both. Windows, softcap and dropout are not used here.
 
 
 def _flash_attn_forward(
@@ -70,7 +69,7 @@ def _flash_attn_varlen_backward(
 
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, **_):
-    return _forward(q, k, v, None, None, q.shape[1], k.shape[1], locals())[0]  # torch has its derivative
+    return _forward(q, k, v, None, None, q.shape[1], k.shape[1], locals())[0]  # torch differentiates it
 
 
 def _find_flash_attn() -> None:
@@ -87,7 +86,7 @@ def _find_flash_attn() -> None:
 
 
 def _ring_flash_attn(module: str) -> ModuleType:
-    """A module of it without its package's own __init__, which imports an adapter to certain versions of transformers."""
+    """One of its modules, without the package's own __init__, which imports an adapter for certain transformers versions."""
     _find_flash_attn()
     if "ring_flash_attn" not in sys.modules:
         if (spec := importlib.util.find_spec("ring_flash_attn")) is None:
@@ -98,14 +97,14 @@ def _ring_flash_attn(module: str) -> ModuleType:
 
 
 def zigzag(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """ring-flash-attn's ring in a zigzag. query, key, value [1, H, n, E], whose rows lie first in memory."""
+    """ring-flash-attn's zigzag ring. query, key, value [1, H, n, E], rows first in memory."""
     attend = _ring_flash_attn("zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
     rows_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return attend(*rows_first, causal=True, group=dist.group.WORLD).transpose(1, 2)
 
 
 def llama3(starts: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """ring-flash-attn's gathered keys of packed documents, one key head at a time; of query, key, value [n, H, E]."""
+    """ring-flash-attn's gathered keys of packed documents, one key head at a time; query, key, value [n, H, E]."""
     module = _ring_flash_attn("llama3_flash_attn_varlen")
     made = module.llama3_flash_attn_prepare_cu_seqlens(starts, True, dist.get_rank(), dist.get_world_size())
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
@@ -114,7 +113,7 @@ def llama3(starts: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def ulysses() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """yunchang's Ulysses, of query, key, value [1, H, n, E] whose rows lie first in memory, contiguous in the sequence."""
+    """yunchang's Ulysses. query, key, value [1, H, n, E], rows first in memory, contiguous in the sequence."""
     _find_flash_attn()
     if importlib.util.find_spec("yunchang") is None:
         raise Unavailable("yunchang is not installed")

@@ -1,9 +1,9 @@
 """The generated parts of the docs: python -m flash_online bench docs writes every table and every figure from the records.
 
-README.md gets the numbers that matter, rows.md, attention.md, decode.md and distributed.md in docs/performance every case,
-paper.md there the paper's tables, docs/design/family.md those of attention's kernels and docs/integrations/transformers.md
-whole models, each between its two markers. The figures are the curves and bars of the records, and those of online_softmax.md,
-which docs/figures.py draws.
+README.md gets the main numbers, rows.md, attention.md, decode.md and distributed.md in docs/performance all cases, paper.md the
+paper's tables, docs/design/family.md the tables of attention's kernels and docs/integrations/transformers.md whole models, each
+between two markers. The figures are curves and bars of the records, and the figures of online_softmax.md, which docs/figures.py
+draws.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .summary import SCHEMA
 
 BEGIN, END = "<!-- python -m flash_online bench docs writes from here -->", "<!-- to here -->"
 
-# page -> results, one or several -> the function that makes the page's lines from them
+# page -> one or several results -> the function that makes the page's lines
 PAGES = {
     ROOT / "README.md": {("attention", "decode", "cuda", "cpu", "training"): readme_page},
     ROOT / "docs" / "performance" / "rows.md": {"cpu": case_page, "cuda": case_page, "odd": odd_page},
@@ -37,12 +37,12 @@ PAGES = {
 def read(path: Path) -> dict:
     record = json.loads(path.read_text())
     if record.get("schema") != SCHEMA:
-        raise SystemExit(f"{path}: of schema {record.get('schema')}, expected {SCHEMA}; measure again")
+        raise SystemExit(f"{path}: expected schema {SCHEMA}, got {record.get('schema')}; measure again")
     return record
 
 
 def updated(page: Path) -> str:
-    """The page's text with the tables that the records give."""
+    """The page's text with tables from the records."""
     body = []
     for names, lines_of in PAGES[page].items():
         paths = [RESULTS / f"{name}.json" for name in ([names] if isinstance(names, str) else names)]
@@ -64,11 +64,11 @@ def draw_figures(folder: Path) -> None:
 
 
 def run(check: bool, folder: Path) -> int:
-    """Writes tables and figures; with `check` writes nothing and returns 1 if a table is behind its record."""
+    """Writes tables and figures; with `check` writes nothing and returns 1 if a table is out of date."""
     behind = [page for page in PAGES if updated(page) != page.read_text()]
     if check:
         for page in behind:
-            print(f"{page.name} is behind benchmarks/results: run python -m flash_online bench docs", file=sys.stderr)
+            print(f"{page.name} is out of date with benchmarks/results: run python -m flash_online bench docs", file=sys.stderr)
         return 1 if behind else 0
     for page in behind:
         page.write_text(updated(page))

@@ -22,7 +22,7 @@ BY_K = ("#7f3b08", "#e08214", "#fdb863", "#8a8f98")
 
 
 def attention_plain(record: dict):
-    """A panel for each direction and mask by head dim: TFLOP/s over the length, the matmul rate of the run as a line."""
+    """A panel per direction, mask and head dim: TFLOP/s over the length, with the run's matmul rate as a line."""
     results = [r for r in record["results"] if r["family"] == "plain"]
     head_dims = sorted({r["sizes"]["E"] for r in results})
     rows = [(direction, causal) for direction in DIRECTIONS for causal in (False, True)]
@@ -59,7 +59,7 @@ def attention_plain(record: dict):
 
 
 def speed(record: dict):
-    """Causal attention of one head dim: a panel for forward and one for a step of both, bars of TFLOP/s by length."""
+    """Causal attention of one head dim: panels for forward and for forward and backward, bars of TFLOP/s by length."""
     causal = [r for r in record["results"] if r["family"] == "plain" and r["options"].get("causal")]
     head_dim = min((r["sizes"]["E"] for r in causal), key=lambda size: abs(size - 128))
     members = sorted((r for r in causal if r["sizes"]["E"] == head_dim), key=lambda r: r["sizes"]["L"])
@@ -92,7 +92,7 @@ def speed(record: dict):
 
 def decode(record: dict):
     """One query, 32 heads on 8 key heads, contiguous caches: microseconds over the length of one sequence, and over the batch
-    at one length. The line below is what the reads alone would take."""
+    size at one length. The lower line is the time of the reads alone."""
     members = [r for r in record["results"] if r["family"] == "plain" and (r["sizes"]["H"], r["sizes"]["Hkv"]) == (32, 8)]
     lone = [r for r in members if r["sizes"]["B"] == 1]
     by_length = {length: [r for r in members if r["sizes"]["S"] == length] for length in {r["sizes"]["S"] for r in members}}
@@ -169,12 +169,12 @@ def paper_top(record: dict):
     return figure
 
 
-# results -> the functions that draw a figure from them, each named as its file
+# results -> the functions that draw its figures, named like their files
 FIGURES = {"attention": (attention_plain, speed), "decode": (decode,), "paper": (paper_softmax, paper_top)}
 
 
 def draw(name: str, record: dict, folder: Path) -> None:
-    """Draws the figures of a record; `name` is that of its file in benchmarks/results."""
+    """Draws the figures of a record; `name` is its file name in benchmarks/results."""
     folder.mkdir(parents=True, exist_ok=True)
     for function in FIGURES.get(name, ()):
         figure = function(record)

@@ -1,4 +1,4 @@
-"""The run of a list of cases: each is checked and measured, its result is recorded; a wrong one is reported, not timed."""
+"""Runs a list of cases: checks, measures and records each; a wrong case is reported, not timed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def run(
     finish: Callable[[dict, bool], dict] = lambda record, done: record,
     summary: Callable[[dict], list[str]] = lambda record: [],
 ) -> int:
-    """Measures every case and writes the record: after every case, in case the run is cut short. `measure` raises
-    AssertionError for a wrong result; `line` shows a result and `summary` the whole record on the terminal; `finish` adds what
-    is computed from the results so far, told whether all are there. Returns 1 if a result was wrong."""
+    """Measures every case and writes the record after each, in case the run is interrupted. `measure` raises AssertionError for
+    a wrong result; `line` formats a result and `summary` the whole record for the terminal; `finish` adds values computed from
+    the results so far, and is told whether all are there. Returns 1 if a result was wrong."""
     started, record = time.perf_counter(), facts | {"wrong": 0, "results": []}
     path.parent.mkdir(parents=True, exist_ok=True)
 

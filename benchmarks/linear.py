@@ -1,10 +1,10 @@
-"""linear_cross_entropy, forward and backward, beside torch's and torch.compile's, then part by part: python -m flash_online
-bench linear
+"""linear_cross_entropy, forward and backward, compared with torch's and torch.compile's, then by its parts: python -m
+flash_online bench linear
 
-Loss and both gradients of every provider are checked against float64 first; ours by the tolerance of the tests, which takes
-torch's own error, where torch is measured too. Forward runs without gradient; a step is forward and backward. Samples of all
-providers, and of the parts of one step of ours, are interleaved; memory is the peak of torch's allocator in a step beyond the
-two gradients.
+Loss and both gradients of every provider are first checked against float64; ours within the tests' tolerance, which uses
+torch's own error if torch is measured too. Forward runs without gradient; a step is forward and backward. Samples of all
+providers, and of the parts of a step of ours, are interleaved; memory is the peak of torch's allocator in a step in addition to
+the two gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .timing import call_timer, interleave
 
 MIB = 1 << 20
 OPS = torch.ops.flash_online
-TRUTH_ROWS = 1024  # of the reference at a time
+TRUTH_ROWS = 1024  # rows that the reference computes at a time
 FOUR_PRODUCTS, OUR_LOSS_ALONE = f"{OURS}, four products", "torch's linear, our cross_entropy"
 PEERS = ("torch", "torch.compile", FOUR_PRODUCTS, OUR_LOSS_ALONE)
 
@@ -58,7 +58,7 @@ def inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def providers(device: str, wanted: list[str] | None, chunks: list[int]) -> dict[str, tuple]:
-    """name -> (function, setting), ours first; `chunks` are further budgets of a chunk of logits, in MiB."""
+    """name -> (function, setting), ours first; `chunks` are further sizes of a chunk of logits, in MiB."""
 
     def budget(mib: int) -> AbstractContextManager:
         return mock.patch.dict(_linear_cross_entropy_ops._CHUNK_BYTES, {device: mib * MIB})
@@ -90,11 +90,11 @@ def truth(x: Tensor, w: Tensor, target: Tensor) -> list[Tensor]:
 
 
 def check(case: Case, functions: dict, tensors: tuple, result: dict) -> dict[str, dict]:
-    """Checks a step of every provider. Returns its error, relative to max|truth|, and its memory; raises AssertionError for a
+    """Checks a step of every provider. Returns its error relative to max|truth|, and its memory; raises AssertionError for a
     wrong result. A provider without room for its logits is entered under `unavailable`."""
     x, w, target = tensors
     expected, theirs, facts = truth(*tensors), [], {}
-    names = sorted(functions, key=lambda name: name != "torch")  # torch's result first, with which ours is compared
+    names = sorted(functions, key=lambda name: name != "torch")  # torch's result first: ours is compared with it
     for name in names:
         function, setting = functions[name]
         parts = []
@@ -105,7 +105,7 @@ def check(case: Case, functions: dict, tensors: tuple, result: dict) -> dict[str
 
         try:
             with setting():
-                step()  # so that what a first call compiles or keeps is not counted as memory of the next
+                step()  # exclude a first call's compilation and caches from the memory of the next
                 parts.clear()
                 extra = testing.peak_extra_bytes(step, device=x.device.type)
         except torch.OutOfMemoryError:
@@ -125,7 +125,7 @@ def check(case: Case, functions: dict, tensors: tuple, result: dict) -> dict[str
 
 
 def parts_of(x: Tensor, w: Tensor, target: Tensor) -> tuple[str, dict]:
-    """The chunks in words, and the parts of a step of ours: name -> (how often in a step, call)."""
+    """The chunks in words, and the parts of a step of ours: name -> (calls per step, call)."""
     device, dtype = x.device.type, x.dtype
     x, w = x.detach(), w.detach()
     rows, _ = _linear_cross_entropy_ops.chunk_plan(x.shape[0], w.shape[0], x.shape[1], dtype, device, dtype.itemsize == 2)

@@ -1,4 +1,4 @@
-"""The machine and the software that a run is made with, for its record."""
+"""Describes the machine and the software of a run, for its record."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def fix_malloc_thresholds(keep: bool) -> str:
-    """Fixes what malloc does with large tensors; returns a description for the record.
+    """Fixes malloc's thresholds for large tensors; returns a description for the record.
 
-    glibc raises the size from which it maps fresh memory with each block that is freed, up to 32 MiB, so that the speed of a
-    call depends on what ran before it. Here the threshold is 32 MiB from the start: a larger result is fresh memory from the
-    system each time and pays for its page faults. With `keep` all freed memory is used again, as caching allocators do.
+    glibc raises the size from which it maps fresh memory with each freed block, up to 32 MiB, so that the speed of a call
+    depends on previous calls. Here the threshold is 32 MiB from the start: a larger result gets fresh memory from the system
+    each time and pays for its page faults. With `keep` all freed memory is reused, as in caching allocators.
     """
     trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # mallopt's numbers for its options
     try:
@@ -61,7 +61,7 @@ def environment(device: str) -> dict:
 
 
 def frequency() -> float | None:
-    """MHz of the first core at this moment; on a virtual machine the nominal one, if any."""
+    """Current MHz of the first core; on a virtual machine the nominal frequency, if available."""
     try:
         return int(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq").read_text()) / 1000
     except (OSError, ValueError):

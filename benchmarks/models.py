@@ -1,13 +1,13 @@
-"""Models of transformers by each of their attention implementations: python -m flash_online bench models
+"""Models of transformers with each of their attention implementations: python -m flash_online bench models
 
-Decoders of random weights in bfloat16, of the published ones' sizes but with few layers: gpt-oss (sinks; every other layer has
-a window of 128 keys; two experts, which every token asks, so that no token's choice hangs on rounding) and Gemma 3 (head dim
-256, five layers of six with a window of 1024 keys). One sequence of 8192 or 32768 tokens, without padding: a prefill, which is
-a forward pass without gradients, and a training step, which is the forward and backward pass of all layers, without an LM head.
-Events on the stream time them; memory is the allocator's peak above what model and input take.
+Decoders with random weights in bfloat16, of published sizes but with few layers: gpt-oss (sinks; a window of 128 keys in every
+other layer; two experts, both used by every token, so that no choice depends on rounding) and Gemma 3 (head dim 256, a window
+of 1024 keys in five of six layers). One sequence of 8192 or 32768 tokens, without padding: a prefill, which is a forward pass
+without gradients, and a training step, which is the forward and backward pass of all layers, without an LM head. CUDA events
+time them; memory is the allocator's peak in addition to model and input.
 
-Before, output and a gradient of every implementation are compared with those of the model in float32, by eager attention, at a
-length that has room for it: none may be half as far again from them as eager attention in bfloat16 is.
+First, the output and a gradient of every implementation are compared with the model in float32 with eager attention, at a
+length for which it fits: the error may be at most 1.5 times the error of eager attention in bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .summary import OURS
 from .timing import call_timer, interleave
 
 LENGTHS, CHECKED_LENGTH = (8192, 32768), 1024
-MAX_DISTANCE, MAX_FLOAT32_DISTANCE = 1.5, 1e-5  # from float32: in eager attention's own; where the model is float32, relative
+MAX_DISTANCE, MAX_FLOAT32_DISTANCE = 1.5, 1e-5  # relative to eager attention's distance; relative, for float32 models
 IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", OURS: "online_attention"}
 NO_MEMORY, REFUSED, REFUSAL = "out of memory", "refused by transformers", "does not support"
 
@@ -89,10 +89,10 @@ def step(model: nn.Module, tokens: Tensor, grad: Tensor) -> Tensor:
 
 
 def takes(model: nn.Module, implementation: str) -> bool:
-    """Sets a model's attention implementation; False where transformers has none of this name for it."""
+    """Sets a model's attention implementation; False if transformers rejects it for the model."""
     try:
         model.set_attn_implementation(implementation)
-    except ValueError as refusal:  # gpt-oss has no sdpa, since that takes no sinks
+    except ValueError as refusal:  # gpt-oss has no sdpa, which takes no sinks
         if REFUSAL not in str(refusal):
             raise
         return False
@@ -100,7 +100,7 @@ def takes(model: nn.Module, implementation: str) -> bool:
 
 
 def distances(model: nn.Module, wide: nn.Module, tokens: Tensor) -> dict[str, float]:
-    """How far each implementation is from `wide` with eager attention, relative: the larger one of output and gradient."""
+    """Relative distance of each implementation from `wide` with eager attention: the larger one of output and gradient."""
     grad = torch.randn(*tokens.shape, model.config.hidden_size, device=tokens.device)
     found = {}
     ran = {"float32": (wide, "eager")} | {name: (model, own) for name, own in IMPLEMENTATIONS.items()}
@@ -146,7 +146,7 @@ def measure(case: ModelCase, rounds: int, device: str) -> dict:
         entry = {}
         for what, call in calls.items():
             try:
-                call()  # allocates what stays, such as the gradients of the first step
+                call()  # allocates persistent memory, such as the first step's gradients
                 entry[f"{what}_bytes"] = peak_extra_bytes(call, device=device)
                 timers[name, what] = call_timer(call, setting, device)
             except torch.OutOfMemoryError:
@@ -168,7 +168,7 @@ def line(result: dict) -> str:
 
 
 def run(device: str, facts: dict, path: Path) -> int:
-    """On a GPU; on the CPU tiny models in float32 check that it works."""
+    """Measures on a GPU; on the CPU it checks itself with tiny float32 models."""
     import transformers
 
     dtype, lengths = (torch.bfloat16, LENGTHS) if device == "cuda" else (torch.float32, (64,))

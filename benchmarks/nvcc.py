@@ -1,4 +1,4 @@
-"""Plain CUDA kernels that only a benchmark uses: one file, compiled by one line of nvcc and called through ctypes."""
+"""Plain CUDA kernels used only by benchmarks: one file each, compiled with one nvcc command and called through ctypes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Missing(Exception):
 
 
 def build(name: str, sources: list[Path], architecture: str) -> Path:
-    """The library of sources[0] for an architecture as nvcc names it (sm_90), in build/<name>. It is compiled unless the
-    library of these very sources exists, so `sources` holds every header of the repository that the first one includes."""
+    """The library of sources[0] for an architecture in nvcc's form (sm_90), in build/<name>. Recompiles if the sources changed,
+    so `sources` lists every header of the repository that the first file includes."""
     text = b"".join(source.read_bytes() for source in sources) + " ".join([architecture, *FLAGS]).encode()
     folder = ROOT / "build" / name
     library = folder / f"lib{name}-{architecture}-{hashlib.sha256(text).hexdigest()[:12]}.so"

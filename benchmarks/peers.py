@@ -28,7 +28,7 @@ class Unavailable(Exception):
 @dataclass(frozen=True)
 class Provider:
     """`call`: (inputs, extras, options) -> output. `setting` is entered around samples, so that choosing or forbidding a
-    backend is not timed. `waits`: its calls wait for the device, so that no CUDA graph can capture them."""
+    backend is not timed. `waits`: its calls sync, so that no CUDA graph can capture them."""
 
     call: Callable[[list[Tensor], list[Tensor], dict], Tensor]
     setting: Callable[[], AbstractContextManager]
@@ -41,7 +41,7 @@ class Provider:
             raise Unavailable(reason)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of each reason for refusing; on the CPU it gives none
+                warnings.simplefilter("ignore")  # torch warns of each reason for refusing; on the CPU there are none
                 return self.call(inputs, extras, options)
         except NotImplementedError as missing:  # ours, under strict()
             raise Unavailable(str(missing)) from None
@@ -55,7 +55,7 @@ class Provider:
 
 
 def _ours(call) -> Provider:
-    """Under strict(), so that nothing forwarded to torch is ever timed as ours."""
+    """Under strict(), so that calls forwarded to torch are never timed as ours."""
     return Provider(call, flash_online.strict)
 
 

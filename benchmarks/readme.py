@@ -1,5 +1,4 @@
-"""This file makes the table of the README, which shows a few rows of five records: ours beside torch, cuDNN, FA3 and the
-fastest peer of all."""
+"""Makes the README's table from a few rows of five records: ours compared with torch, cuDNN, FA3 and the fastest peer."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from .attention.summary import CUDNN, EFFICIENT, FA3, VARLEN
 from .summary import DIRECTIONS, FLASH, OURS
 from .tables import heading, pair, table, times
 
-# What of each record the README shows, and what it calls it
+# The rows of each record in the README, and their names there
 OF_ATTENTION = {
     ("plain", "E 64, causal"): "causal, head dim 64",
     ("plain", "E 128, causal"): "causal, head dim 128",
@@ -44,7 +43,7 @@ OF_DECODE = {
 
 
 def readme_page(attention: dict, decode: dict, cuda: dict, cpu: dict, training: dict) -> list[str]:
-    """One table from five records: ours beside torch, cuDNN, FA3 and the fastest peer of all."""
+    """One table from five records: ours compared with torch, cuDNN, FA3 and the fastest peer."""
     records = {
         "attention": attention,
         "decode": decode,
@@ -90,7 +89,7 @@ def _of_decode(record: dict) -> list[list[str]]:
     entries, rows = {e["family"]: e for e in record["summary"]}, []
     for family, label in OF_DECODE.items():
         if entry := entries.get(family):
-            # A peer that takes few of a family's cells has no mean over it.
+            # A peer that runs few of a family's cells has no mean.
             sides = [entry["over"].get(name) for name in (FLASH, CUDNN, FA3)]
             cells = [times(side["mean"]) if side and 2 * side["cases"] > entry["cases"] else "-" for side in sides]
             rows.append([label, *cells, times(entry["over_best"]["mean"]), "decode"])
@@ -109,7 +108,7 @@ def _of_functions(record: dict, chosen: tuple[tuple[str, str, str], ...], comman
 
 
 def _of_training(record: dict) -> list[list[str]]:
-    """The shortest and the longest sequences: the attention of a step, and all of the step."""
+    """The shortest and the longest sequences: a step's attention, and the whole step."""
     keys, rows = ("attention_ms", "step_ms"), []
     for result in record["results"][:: max(1, len(record["results"]) - 1)]:
         ours, default, fa3 = (

@@ -1,5 +1,5 @@
-"""This file makes the pages of row functions from their records: every case, among them attention on the CPU, rows of any
-width, the linear loss, and the kernels of the online-softmax paper."""
+"""Makes the docs pages of row functions from the records: all cases including attention on the CPU, rows of any width, the
+linear loss, and the kernels of the online-softmax paper."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .tables import heading, number, pair, table, targets_table, times
 
 
 def summary_table(record: dict) -> list[str]:
-    """A row per (function, kind, peer), the dtypes side by side."""
+    """A row per (function, kind, peer), with the dtypes in columns."""
     dtypes = list(dict.fromkeys(entry["dtype"] for entry in record["summary"]))
     groups = defaultdict(dict)
     for entry in record["summary"]:
@@ -110,7 +110,7 @@ def _rates(result: dict, baseline: str | None) -> list[str]:
 
 
 def conditions(record: dict) -> list[str]:
-    """How the run was made, beyond the heading."""
+    """Conditions of the run that the heading lacks."""
     facts = []
     if "took_seconds" in record:
         facts.append(f"{record['took_seconds']} s, at least {record['seconds']:g} s and {record['rounds']} rounds per case")
@@ -130,7 +130,7 @@ def conditions(record: dict) -> list[str]:
 
 
 def best_table(record: dict) -> list[str]:
-    """Ours beside the fastest of several peers; empty if no case had several."""
+    """Ours compared with the fastest of several peers; empty if no case had several."""
     entries = [entry for entry in record["summary"] if entry.get("over_best")]
     rows = []
     for entry in entries:
@@ -157,7 +157,7 @@ def case_page(record: dict) -> list[str]:
 
 
 def odd_page(record: dict) -> list[str]:
-    """Rows of any width: a row per width, ours beside the fastest peer and the copy."""
+    """Rows of any width: a row per width, ours compared with the fastest peer and the copy."""
     by_width, columns = defaultdict(dict), {}
     for result in record["results"]:
         column = result["family"], result["dtype"]
@@ -178,7 +178,7 @@ def _odd_cell(result: dict | None) -> str:
 
 
 def terminal_summary(record: dict) -> list[str]:
-    lines = ["", "ours beside torch, times faster: geometric mean forward / backward (worst case), share of the baseline"]
+    lines = ["", "ours against torch, times faster: geometric mean forward / backward (worst case), share of the baseline"]
     for entry in record["summary"]:
         sides = [entry[direction] for direction in DIRECTIONS]
         means = " / ".join(f"{s['mean']:.2f}" for s in sides)

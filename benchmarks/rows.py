@@ -1,16 +1,16 @@
-"""Row functions, and attention on the CPU, beside torch: python -m flash_online bench rows; on a GPU, of rows of any width:
+"""Row functions, and attention on the CPU, compared with torch: python -m flash_online bench rows; on a GPU, rows of any width:
 python -m flash_online bench odd
 
-Each case is checked for correctness first. Then samples of all providers are interleaved, round after round, in alternating
-order, so that a change of the machine's load or clock reaches all of them; the median counts. Backward is timed apart from
-forward. The baseline is timed in the same rounds: for attention torch's product of two square matrices, for a row function the
-copy of its input. On CUDA a row function's calls, and the copy, are replayed from a CUDA graph, so that the host's part of a
-call does not count; samples of attention, and of a provider that waits for the device, lie between two events.
+Each case is first checked. Then samples of all providers are interleaved, in rounds of alternating order, so that a change of
+load or clock affects all of them; the median counts. Backward is timed separately from forward. The baseline is timed in the
+same rounds: for attention torch's product of two square matrices, for a row function the copy of its input. On CUDA the calls
+of a row function, and the copy, are replayed from a CUDA graph, which excludes host time; samples of attention, and of a
+provider that syncs, are timed between two events.
 
-The check is against float64: of attention the output and all gradients of one head (every head for a bias that heads share);
-from L 8192 up at 512 queries, spread over the length, with an output gradient of 0 at the others; of row functions as many rows
-as have half a million elements, spread over the input. Ours must meet the tolerance of the tests; torch's providers a looser
-one, which catches a peer that was given another problem.
+The check is against float64: for attention the output and all gradients of one head (every head for a bias that heads share);
+from L 8192 up at 512 queries, spread over the length, with an output gradient of 0 at the other queries; for row functions as
+many rows as have half a million elements, spread over the input. Ours must meet the tolerance of the tests; torch's providers a
+looser one, which catches a peer that got a different problem.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .summary import CONTEXT, DIRECTIONS, OURS, cuda_targets, noise, over_best, 
 from .timing import GraphTimer, Timer, call_timer, graph_timer, interleave, matmul
 
 MATMUL_SIZE = 2048
-CHECKED_IN_FULL = 4096  # the longest sequence of which every query is checked
+CHECKED_IN_FULL = 4096  # the longest sequence with every query checked
 CHECKED_ELEMENTS = 1 << 19  # of a row function's input, and at least one row
 CONTEXT_ROUNDS = 5
 
@@ -45,7 +45,7 @@ CONTEXT_ROUNDS = 5
 
 
 class Truth:
-    """Which part of a case's results is checked, and that part in float64, computed by the package's plain reference."""
+    """The checked part of a case's results, and its value in float64 from the package's plain reference."""
 
     def __init__(self, case: RowCase):
         self.case, sizes = case, case.sizes
@@ -63,8 +63,8 @@ class Truth:
             self.rows = torch.linspace(0, sizes["rows"] - 1, count).long()
 
     def checked_grad(self, grad):
-        """The output's gradient for the step that is checked. It is 0 at queries that are not checked, whose contributions the
-        expected gradients lack."""
+        """The output's gradient for the checked step: 0 at unchecked queries, whose contributions the expected gradients
+        lack."""
         if self.case.family != "attention" or len(self.rows) == grad.shape[-2]:
             return grad
         only = torch.zeros_like(grad)
@@ -72,14 +72,14 @@ class Truth:
         return only
 
     def part(self, results):
-        """The part of [output, gradients...] that is checked."""
+        """The checked part of [output, gradients...]."""
         if self.case.family == "attention":
             out, grad_query, *others = (t[:, self.heads] for t in results)
             return [out[:, :, self.rows], grad_query[:, :, self.rows], *others]
         out, grad = results
         grad = grad[self.rows]
         if self.case.family == "topk_softmax" and grad.dtype != torch.float32:
-            grad = grad.sort(-1).values  # among equal 16-bit logits either may be the one chosen
+            grad = grad.sort(-1).values  # ties of 16-bit logits may go either way
         return [out[self.rows] if out.dim() else out, grad]
 
     def compute(self, inputs, extras, grad):
@@ -95,7 +95,7 @@ class Truth:
             mask = mask[:, heads].double()
         outs, grads = [], [torch.zeros_like(t) for t in wide]
         for rows in self.chunks:
-            # A causal chunk needs only the keys up to its end, to which its queries are then aligned.
+            # A causal chunk needs only the keys up to its end, and aligns to them.
             keys = slice(max(0, rows.start - window + 1) if window else 0, rows.stop if causal else length)
             indices = [(..., rows, slice(None)), (..., keys, slice(None)), (..., keys, slice(None)), (..., rows, keys)]
             leaves = [t[index].detach().requires_grad_() for t, index in zip(wide, indices, strict=False)]
@@ -120,7 +120,7 @@ class Truth:
     def _rows(self, inputs, extras, grad):
         function, x = self.case.family, inputs[0].detach()
         leaf = x[self.rows].double().requires_grad_()
-        if function == "cross_entropy":  # a mean over all rows, whose gradient is checked at some
+        if function == "cross_entropy":  # a mean over all rows; its gradient is checked at some rows
 
             def loss(logits, target):
                 return reference.cross_entropy(logits, target, reduction="sum") / len(x)
@@ -137,7 +137,7 @@ class Truth:
 
 
 def check(case: RowCase, providers: dict, inputs, extras, grad, device: str) -> dict[str, dict]:
-    """Checks a step of every provider. Returns its error, relative to max|truth|, and its memory, or raises AssertionError."""
+    """Checks a step of every provider. Returns its error relative to max|truth| and its memory, or raises AssertionError."""
     truth = Truth(case)
     grad = truth.checked_grad(grad)
     parts, facts = {}, {}
@@ -166,7 +166,7 @@ def check(case: RowCase, providers: dict, inputs, extras, grad, device: str) -> 
             if name == OURS:
                 testing.assert_close_to_float64(got, [peer[i] for peer in theirs], wanted, case.dtype, name=what)
             elif not errors[i] <= PEER_TOLERANCE[case.dtype]:
-                raise AssertionError(f"{what}: off by {errors[i]:.2g} of the largest; was it given the same problem?")
+                raise AssertionError(f"{what}: off by {errors[i]:.2g} of the largest; is the problem the same?")
     return facts
 
 
@@ -175,8 +175,8 @@ def check(case: RowCase, providers: dict, inputs, extras, grad, device: str) -> 
 
 @functools.cache
 def matmul_size(dtype: torch.dtype, device: str) -> int:
-    """MATMUL_SIZE, or a quarter of it where such a product would take over a second: torch's 16-bit products do on processors
-    that have no instructions for them."""
+    """MATMUL_SIZE, or a quarter of it if such a product would take over a second, as torch's 16-bit products do on processors
+    without instructions for them."""
     smaller = MATMUL_SIZE // 4
     if device == "cuda":
         return MATMUL_SIZE
@@ -230,8 +230,8 @@ def timers_of(case: RowCase, device: str, providers: dict, inputs, extras, outs:
     """(provider, direction) -> timer, and the baselines' timers by name. `outs` are the providers' outputs for `inputs`."""
     only_called = make_timer = functools.partial(call_timer, device=device)
     if device == "cuda" and case.family != "attention":
-        # A backward pass runs on the streams of its forward pass and of the leaves' first use; only what runs on the captured
-        # stream is captured.
+        # A backward pass runs on the streams of its forward pass and of the leaves' first use; only work on the captured stream
+        # is captured.
         stream = torch.cuda.Stream()
         make_timer = functools.partial(graph_timer, stream=stream)
         inputs, outs = [x.detach().requires_grad_() for x in inputs], {}
@@ -246,7 +246,7 @@ def timers_of(case: RowCase, device: str, providers: dict, inputs, extras, outs:
     else:
         plain = inputs[0].detach()
         copied = torch.empty_like(plain)
-        # copy_() is no kernel in a CUDA graph, and a third slower at some sizes; torch.neg moves the same bytes.
+        # copy_() in a CUDA graph is not a kernel, and a third slower at some sizes; torch.neg moves the same bytes.
         copy, copy_to_new = copied.copy_, torch.clone
         if device == "cuda":
             copy, copy_to_new = functools.partial(torch.neg, out=copied), torch.neg
@@ -273,7 +273,7 @@ def baseline_rates(case: RowCase, inputs, baselines: dict[str, Timer]) -> dict:
             "best_gflop_per_s": gflop_per_s(size, matmul_timer.best),
         }
         batch, heads, length = (case.sizes[name] for name in ("B", "H", "L"))
-        # What the scores of all heads would take.
+        # Memory of all heads' scores.
         return {"matmul": rates, "scores_bytes": batch * heads * length**2 * case.dtype.itemsize}
     moved = 2 * inputs[0].numel() * inputs[0].element_size()
     return {
@@ -286,7 +286,7 @@ def baseline_rates(case: RowCase, inputs, baselines: dict[str, Timer]) -> dict:
 
 
 def provider_entry(case: RowCase, extras, timers: dict[str, Timer], result: dict) -> dict:
-    """A provider's times and rates by direction, and their shares of the baseline's rate in `result`."""
+    """A provider's times and rates by direction, and its shares of the baseline's rate in `result`."""
     entry = {f"{direction}_ms": 1e3 * timer.median for direction, timer in timers.items()}
     entry |= {f"{direction}_best_ms": 1e3 * timer.best for direction, timer in timers.items()}
     entry["rounds"] = len(timers["forward"].times)
@@ -345,7 +345,7 @@ def run(
     keep_memory: bool = False,
     judge: Callable[[list[dict]], list[dict]] | None = None,
 ) -> int:
-    """Measures the cases; `facts` are those of the machine and the run. `judge` gives the targets; none: the device's."""
+    """Measures the cases; `facts` describe the machine and the run. `judge` returns the targets; default: the device's."""
     judge = judge or (targets if device == "cpu" else cuda_targets)
     record = facts | {"matmul": {}}
     if device == "cpu":

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-# A checkout that was built measures itself, whatever else is installed; one that was not measures the installed package.
+# A built checkout measures itself, even if another package is installed; other checkouts measure the installed package.
 BUILT_HERE = (ROOT / "flash_online" / "libflash_online.so").is_file()
 sys.path.insert(0 if BUILT_HERE else len(sys.path), str(ROOT))
 
@@ -35,7 +35,7 @@ def default_device() -> str:
 
 
 def add_measuring(parser: argparse.ArgumentParser, seconds: float | None) -> None:
-    """The flags of every command that measures; `seconds` is the least time to sample a case, None where rounds alone count."""
+    """The flags of every command that measures; `seconds` is the least time to sample a case, None if only rounds count."""
     parser.add_argument("--out", type=Path, help="the record; none: the one in benchmarks/results that the docs show")
     parser.add_argument("--quick", action="store_true", help="a few small cases instead; needs --out")
     if seconds is not None:
@@ -45,16 +45,16 @@ def add_measuring(parser: argparse.ArgumentParser, seconds: float | None) -> Non
 
 
 def add_choice(parser: argparse.ArgumentParser, families: list[str], providers: list[str]) -> None:
-    """The flags of a command with many cases: a part of them measures into a record of its own."""
+    """The flags of a command with many cases: a subset needs a separate record."""
     parser.add_argument("--cases", nargs="+", choices=families, help="only these families; needs --out")
     parser.add_argument("--match", help="only cases whose kind, label and dtype have this in them; needs --out")
-    parser.add_argument("--providers", nargs="+", choices=providers, help="beside ours only these; needs --out")
+    parser.add_argument("--providers", nargs="+", choices=providers, help="only these, in addition to ours; needs --out")
     parser.add_argument("--list", action="store_true", help="print the cases, measure nothing")
 
 
 def add_fa3(parser: argparse.ArgumentParser) -> None:
     variable = attention_peers.FA3_VARIABLE
-    parser.add_argument("--fa3", help=f"FlashAttention-3's binary; none: what {variable} names")
+    parser.add_argument("--fa3", help=f"FlashAttention-3's binary; default: the value of {variable}")
 
 
 def run_rows(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -137,7 +137,7 @@ def run_docs(_: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def out_of(parser: argparse.ArgumentParser, options: argparse.Namespace, name: str, count: int = 1) -> Path:
-    """Where the record goes. The committed ones hold every case and provider."""
+    """The path of the record. The committed records hold every case and provider."""
     flags = ("quick", "cases", "match", "providers", "chunks", "without_traffic")
     partial = [flag for flag in flags if getattr(options, flag, None)]
     if partial and not options.out:
@@ -171,47 +171,47 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         by_name[name].set_defaults(run=run)
         return by_name[name]
 
-    command = add("rows", run_rows, "row functions, and attention on the CPU, beside torch and, on CUDA, quack and Liger")
+    command = add("rows", run_rows, "row functions, and attention on the CPU, against torch and, on CUDA, quack and Liger")
     command.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     add_measuring(command, 1.5)
     peers = dict.fromkeys(name for table in (PEERS, CUDA_PEERS) for of_one in table.values() for name in of_one)
     add_choice(command, sorted(PEERS), [name for name in peers if name != OURS])
     command.add_argument("--keep-memory", action="store_true", help="CPU: malloc keeps freed memory instead of returning it")
-    command = add("odd", run_odd, "row functions on a GPU, of rows of any width, beside torch, torch.compile, Liger and quack")
+    command = add("odd", run_odd, "row functions on a GPU, of rows of any width, against torch, torch.compile, Liger and quack")
     add_measuring(command, 0.1)
     add_choice(command, sorted({case.family for case in ODD}), [name for name in peers if name != OURS])
-    command = add("attention", run_attention, "attention on a GPU, cell by cell, beside FA3, cuDNN, torch and FlexAttention")
+    command = add("attention", run_attention, "attention on a GPU, cell by cell, against FA3, cuDNN, torch and FlexAttention")
     add_measuring(command, 0.3)
     add_choice(command, list(attention_cases.CELLS), attention_peers.PEERS)
     add_fa3(command)
-    command = add("decode", run_decode, "attention over cached keys on a GPU, beside FA3, cuDNN, torch and FlashInfer")
+    command = add("decode", run_decode, "attention over cached keys on a GPU, against FA3, cuDNN, torch and FlashInfer")
     add_measuring(command, 0.3)
     add_choice(command, list(decode_cases.CELLS), decode_peers.PEERS)
     add_fa3(command)
-    command = add("training", run_training, "a training step of 12 layers, attention by each provider")
+    command = add("training", run_training, "a training step of 12 layers, attention from each provider")
     add_measuring(command, None)
     add_fa3(command)
     command = add(
-        "models", run_models, "models of transformers, prefill and training step, by each implementation of attention"
+        "models", run_models, "models of transformers, prefill and training step, with each implementation of attention"
     )
     add_measuring(command, None)
-    command = add("paper", run_paper, "the kernels of the online-softmax paper beside ours; needs nvcc")
+    command = add("paper", run_paper, "the kernels of the online-softmax paper against ours; needs nvcc")
     add_measuring(command, 1.5)
-    command = add("family", run_family, "the organisations of FlashAttention-1 and -2 beside Triton, torch, ours; needs nvcc")
+    command = add("family", run_family, "the organisations of FlashAttention-1 and -2 against Triton, torch, ours; needs nvcc")
     add_measuring(command, 0.5)
     add_fa3(command)
     command.add_argument("--ncu", default="ncu", help="Nsight Compute's program, which counts the bytes that kernels move")
-    command.add_argument("--without-traffic", action="store_true", help="times alone, without a profiler; needs --out")
-    command = add("linear", run_linear, "linear_cross_entropy beside torch's and torch.compile's, then part by part")
+    command.add_argument("--without-traffic", action="store_true", help="times only, without a profiler; needs --out")
+    command = add("linear", run_linear, "linear_cross_entropy against torch's and torch.compile's, then by its parts")
     command.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     add_measuring(command, 1.0)
     command.add_argument("--rows", nargs="+", type=int, default=[4096, 16384])
     command.add_argument("--width", type=int, default=4096)
     command.add_argument("--classes", type=int, default=128256)
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    command.add_argument("--providers", nargs="+", choices=linear.PEERS, help="beside ours only these; needs --out")
+    command.add_argument("--providers", nargs="+", choices=linear.PEERS, help="only these, in addition to ours; needs --out")
     command.add_argument("--chunks", nargs="+", type=int, default=[], help="other budgets of a chunk of logits, in MiB")
-    command = add("distributed", run_distributed, "attention of a sequence over the ranks of torchrun, beside torch's")
+    command = add("distributed", run_distributed, "attention of a sequence over the ranks of torchrun, against torch's")
     add_measuring(command, None)
     command.add_argument("--match", help="only cases whose kind, label and dtype have this in them; needs --out")
     command.add_argument("--graphs", action="store_true", help="add CUDA graphs of ours to the record that is there")
@@ -225,7 +225,7 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 def main() -> int:
     whole, by_name = parsers()
     options = whole.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the memory meter's profiler writes two lines per call
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler for memory prints two lines per call
     if getattr(options, "fa3", None):
         os.environ[attention_peers.FA3_VARIABLE] = options.fa3
     return options.run(by_name[options.command], options)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 MILLION = 10**6
-BYTES, SUM_BYTES = 2, 4  # of an element of keys and values; of the sums of their gradients
+BYTES, SUM_BYTES = 2, 4  # bytes of an element of keys and values; of their summed gradients
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Cluster:
 
     node: int = 8
     attention: float = 600e12  # causal, forward and backward together: an H200 at 131,072 tokens, measured
-    nvlink: float = 350e9  # inside of a node
+    nvlink: float = 350e9  # inside a node
     network: float = 45e9  # a GPU's own port of 400 Gb/s
-    latency: float = 20e-6  # of a collective, and as much again for every doubling of the nodes
-    room: float = 60e9  # bytes of a GPU that weights, their states and activations leave
+    latency: float = 20e-6  # of a collective, and again for every doubling of the nodes
+    room: float = 60e9  # bytes of a GPU left by weights, optimizer states and activations
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Problem:
 
     @property
     def forward_flops(self) -> float:
-        """Of a rank: two products, of half of all pairs."""
+        """Per rank: two products, over half of all pairs."""
         return 2 * self.tokens**2 * self.heads * self.head_dim / self.gpus
 
     def cached_bytes(self, rows: float, key_heads: float, size: int = BYTES) -> float:
-        """Of keys and values."""
+        """Bytes of keys and values."""
         return 2 * rows * key_heads * self.head_dim * size
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Seconds: of what arrives, of what is computed with it, of what is sent off then. Two stages have buffers."""
+    """Seconds of receiving, of computing with the received data, of sending the result. Two stages have buffers."""
 
     arrival: float
     computation: float
@@ -61,7 +61,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """A method: the stages of its forward and backward passes, and the bytes that it holds besides a rank's own rows."""
+    """A method: the stages of its forward and backward passes, and the bytes that it holds in addition to a rank's own rows."""
 
     forward: list[Stage]
     backward: list[Stage]
@@ -91,24 +91,24 @@ class Model:
     def __init__(self, cluster: Cluster, problem: Problem):
         self.cluster, self.problem = cluster, problem
         self.nodes = max(1, problem.gpus // cluster.node)
-        self.inside = min(problem.gpus, cluster.node)  # GPUs of a node that take part
+        self.inside = min(problem.gpus, cluster.node)  # participating GPUs of a node
         self.forward = problem.forward_flops / cluster.attention
         self.backward = 2.5 * self.forward
         self.latency = cluster.latency * (1 + math.log2(self.nodes))
 
     def gather(self, size: float) -> float:
-        """All ranks get all of `size` bytes, or the sum of so many is scattered. NCCL's rings use all ports of a node, so that
-        each byte enters a node once."""
+        """All ranks get all of `size` bytes, or their sum is scattered. NCCL's rings use all ports of a node, so each byte
+        enters a node once."""
         nvlink = size * (1 - 1 / self.problem.gpus) / self.cluster.nvlink
         network = size * (1 - 1 / self.nodes) / (self.inside * self.cluster.network)
         return self.latency + max(nvlink, network)
 
     def gather_across(self, size: float) -> float:
-        """The same among the GPUs of the nodes that have one number: each brings its bytes through its own port."""
+        """`gather` among the GPUs with the same index in each node: each uses its own port."""
         return self.latency + size * (1 - 1 / self.nodes) / self.cluster.network
 
     def exchange(self, size: float, ranks: int) -> float:
-        """All-to-all among `ranks`: a rank has `size` bytes, and sends each other one its share of them."""
+        """All-to-all among `ranks`: a rank has `size` bytes and sends every other rank its share."""
         inside = min(ranks, self.cluster.node)
         nvlink, network = size * (inside - 1) / ranks, size * (ranks - inside) / ranks
         return self.latency + max(nvlink / self.cluster.nvlink, network / self.cluster.network)
@@ -120,7 +120,7 @@ class Model:
     # --- the methods
 
     def gathered(self) -> Plan:
-        """Keys and values by groups of one key head, the next group while one is computed."""
+        """Keys and values in groups of one key head; the next group arrives while one is computed."""
         p = self.problem
         group = p.cached_bytes(p.tokens, 1)
         arrival, departure = self.gather(group), self.gather(group * SUM_BYTES / BYTES)
@@ -133,7 +133,7 @@ class Model:
         p = self.problem
         if p.heads % p.gpus:
             return None
-        key_heads = max(p.key_heads, p.gpus)  # replicated where there are fewer than ranks
+        key_heads = max(p.key_heads, p.gpus)  # replicated if there are fewer than ranks
         size = self.rows_of_heads(p.heads, key_heads)
         move = self.exchange(size, p.gpus)
         return Plan([Stage(move, self.forward)], [Stage(move, self.backward)], size)
@@ -150,8 +150,8 @@ class Model:
         return Plan(forward, backward, 2 * own * (1 + SUM_BYTES / BYTES))
 
     def across_nodes(self, pieces: bool) -> Plan:
-        """Ulysses inside of a node, which leaves each GPU its share of the heads, of rows of the whole node; then the keys of
-        these heads from all nodes, at once or in a piece per node, whose results are merged."""
+        """Ulysses inside a node, which gives each GPU its share of the heads over the rows of the whole node; then the keys of
+        these heads from all nodes, at once or one piece per node, with results merged."""
         p, nodes = self.problem, self.nodes
         own_heads = max(p.key_heads / self.inside, 1)
         moved = self.rows_of_heads(p.heads, own_heads * self.inside)
@@ -173,7 +173,7 @@ class Model:
         yield "the same, a piece per node", self.across_nodes(pieces=True)
 
     def share(self, plan: Plan) -> float:
-        """Of the time that would be ideal, if nothing had to move."""
+        """The ideal time, without communication, as a share of the plan's time."""
         return (self.forward + self.backward) / (seconds(plan.forward) + seconds(plan.backward))
 
 

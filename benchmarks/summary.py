@@ -1,4 +1,4 @@
-"""The summary of a run: how many times faster than torch, by kind of case, and the targets."""
+"""The summary of a run: speedups over torch by kind of case, and the targets."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable
 SCHEMA = 3  # version of the records in benchmarks/results
 OURS, FLASH, MATH = "flash_online", "torch flash", "torch math"
 BY_REGISTRY = "flash_online by torch_sdpa"  # ours under torch's own operators
-CONTEXT = (MATH,)  # only for comparison where another peer runs: few rounds are enough
+CONTEXT = (MATH,)  # only for comparison if another peer runs: few rounds suffice
 DIRECTIONS = ("forward", "backward")
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """The mean of ratios: half as fast in one case and twice as fast in another is 1."""
+    """The mean of ratios: twice as fast in one case and half as fast in another gives 1."""
     values = list(values)
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
 def ratio(providers: dict[str, dict]) -> dict | None:
-    """How many times faster ours is than the first peer there is: above 1, ours is faster. None without ours or a peer."""
+    """Speedup of ours over the first available peer: above 1, ours is faster. None without ours or a peer."""
     peers = [name for name in providers if name != OURS]
     if OURS not in providers or not peers:
         return None
@@ -30,8 +30,8 @@ def ratio(providers: dict[str, dict]) -> dict | None:
 
 
 def over_best(providers: dict[str, dict]) -> dict | None:
-    """How many times faster ours is than the fastest of several peers, forward, backward and in a step of both, each with its
-    name. None without ours, or with a single peer.
+    """Speedup of ours over the fastest of several peers, forward, backward and in a step of both, each with the peer's name.
+    None without ours, or with a single peer.
     """
     peers = [name for name in providers if name != OURS and name not in CONTEXT]
     if OURS not in providers or len(peers) < 2:
@@ -45,9 +45,9 @@ def over_best(providers: dict[str, dict]) -> dict | None:
 
 
 def noise(results: list[dict]) -> float | None:
-    """The baseline's median time over its least: little above 1 on a quiet machine. Far above 1, the times of short calls are
-    those of the scheduler. The least is taken over the whole run, since a single case may meet no quiet moment; only for the
-    copy, whose size differs by case, it is each case's own least.
+    """The baseline's median time over its least time: little above 1 on a quiet machine. If far above 1, scheduling dominates
+    the times of short calls. The least is taken over the whole run, since a case may have no quiet moment; for the copy, whose
+    size differs by case, it is taken per case.
     """
     rates = [(r["dtype"], r["matmul"]) for r in results if "matmul" in r]
     best = {dtype: max(rate["best_gflop_per_s"] for other, rate in rates if other == dtype) for dtype, _ in rates}
@@ -57,7 +57,7 @@ def noise(results: list[dict]) -> float | None:
 
 
 def summarize(results: list[dict]) -> list[dict]:
-    """An entry for each (function, kind, dtype, peer): geometric means, the worst case, shares of this run's baseline."""
+    """An entry per (function, kind, dtype, peer): geometric means, the worst case, shares of this run's baseline."""
     groups = defaultdict(list)
     for result in results:
         if result["ratio"]:
@@ -100,13 +100,13 @@ def _of_ratios(members: list[dict], direction: str) -> dict:
 
 
 def targets(results: list[dict]) -> list[dict]:
-    """The targets of the CPU kernels, each with what this run measured and whether it is met.
+    """The targets of the CPU kernels, each with this run's measurement and whether it is met.
 
     `least` bounds the geometric mean, `least_each` every case.
     """
     attention = [r for r in results if r["family"] == "attention" and r["ratio"]]
     beside_flash = [r for r in attention if r["ratio"]["against"] == FLASH]
-    plain = [r for r in beside_flash if "window" not in r["options"]]  # a window's speed-up would flatter the mean
+    plain = [r for r in beside_flash if "window" not in r["options"]]  # a window's speedup would inflate the mean
     found = []
     for dtype, least, least_each in (("float32", 1.0, 0.85), ("bfloat16", 0.9, None), ("float16", 1.0, None)):
         of_dtype = [r for r in plain if r["dtype"] == dtype]
@@ -129,7 +129,7 @@ def targets(results: list[dict]) -> list[dict]:
     top = [r for r in results if r["family"] == "topk_softmax" and r["ratio"]]
     found += _faster("topk_softmax, k 5, x topk of softmax", top, least_each=5.0)
     for result in attention:
-        if result["options"].get("bias") == "shared" and result["sizes"]["L"] >= 512:  # below, fixed costs outweigh a square
+        if result["options"].get("bias") == "shared" and result["sizes"]["L"] >= 512:  # below, fixed costs dominate
             beyond = result["providers"][OURS]["beyond_results_bytes"]
             found.append(
                 {
@@ -143,7 +143,7 @@ def targets(results: list[dict]) -> list[dict]:
 
 
 def cuda_targets(results: list[dict]) -> list[dict]:
-    """The targets of the row functions on a GPU. Shares are of the copy rate, which also stands for the rate of reads alone."""
+    """The targets of the row functions on a GPU. Shares are relative to the copy rate, also for reads alone."""
     of = {
         function: [r for r in results if r["family"] == function and OURS in r["providers"]]
         for function in ("softmax", "log_softmax", "cross_entropy", "topk_softmax")
@@ -176,8 +176,8 @@ def cuda_targets(results: list[dict]) -> list[dict]:
 
 
 def odd_targets(results: list[dict]) -> list[dict]:
-    """The targets of rows of any width on a GPU. Shares of the copy count logits alone: all that moves but for the targets and
-    losses of rows of a few classes."""
+    """The targets of rows of any width on a GPU. Shares of the copy count only logits: all traffic but targets and losses of
+    rows with few classes."""
     ours = [r for r in results if OURS in r["providers"]]
     several = [r for r in ours if r["over_best"]]
     wide = [r for r in ours if r["sizes"]["classes"] >= 16 or r["family"] in ("softmax", "log_softmax")]

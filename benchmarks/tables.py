@@ -1,5 +1,4 @@
-"""This file says how a record is written in Markdown, alike on every page of the docs: its numbers, its tables, its heading and
-its targets."""
+"""The Markdown formats of records on all pages of the docs: numbers, tables, headings and targets."""
 
 from __future__ import annotations
 

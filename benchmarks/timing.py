@@ -1,4 +1,4 @@
-"""How calls are timed: samples of all providers are interleaved, and the median of each counts."""
+"""Times calls: samples of all providers are interleaved, and the median of each counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from flash_online import testing
 
 SAMPLE_SECONDS = 0.005  # a sample of a short call on the CPU: several calls, after one to warm up
-LONG_CALL = 0.05  # seconds from which a call needs no other to warm it up
+LONG_CALL = 0.05  # a call this long needs no warm-up call
 EVENT_SECONDS = 0.002  # a sample between two events
 GRAPH_SECONDS, MAX_NODES = 0.002, 100  # a sample of a CUDA graph; calls in the graph
 
@@ -54,8 +54,8 @@ class Timer:
 
 
 class EventTimer(Timer):
-    """Samples lie between two CUDA events. A call before them warms up and lets the host run ahead of the device. A sample has
-    as many calls as fill it, at least one."""
+    """Samples are timed between two CUDA events. A call before them warms up and lets the host run ahead of the device. A
+    sample has enough calls to fill it, at least one."""
 
     repeat = 0
 
@@ -76,7 +76,7 @@ class EventTimer(Timer):
 
 
 class GraphTimer(Timer):
-    """Samples replay a CUDA graph, captured on that stream, of as many calls as fill a sample; a call that fills one alone is
+    """Samples replay a CUDA graph, captured on that stream, with enough calls to fill a sample; a call that fills one alone is
     not captured. Construct it within the call's setting."""
 
     def __init__(self, call, pool, stream=None, max_samples: int | None = None):
@@ -104,7 +104,7 @@ class GraphTimer(Timer):
 
 
 class HostTimer(Timer):
-    """Seconds that the host takes per call, of many in a row; with `wait` until the device has finished them too."""
+    """Host seconds per call, over many calls in a row; with `wait` until the device has finished them too."""
 
     def __init__(self, call, setting, device: str, wait: bool):
         super().__init__(call, setting, device)
@@ -122,7 +122,7 @@ class HostTimer(Timer):
 
 
 def interleave(timers: list[Timer], seconds: float, rounds: int) -> None:
-    """Samples every timer once per round, in alternating order, for at least so many rounds and seconds."""
+    """Samples every timer once per round, in alternating order, for at least `rounds` rounds and `seconds` seconds."""
     collected = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -137,7 +137,7 @@ def interleave(timers: list[Timer], seconds: float, rounds: int) -> None:
 
 @functools.cache
 def matmul(size: int, dtype: torch.dtype, device: str):
-    """A product of two square matrices: what attention's products are measured against."""
+    """A product of two square matrices: the baseline of attention."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator).to(dtype).to(device) for _ in range(2))
     out = torch.empty_like(a)

@@ -1,9 +1,9 @@
-"""A training step beside torch's default and FlashAttention-3: python -m flash_online bench training
+"""A training step compared with torch's default and FlashAttention-3: python -m flash_online bench training
 
-Forward and backward pass of 12 layers of a decoder in bfloat16 (16 heads of 128, a feed-forward part of four times the hidden
-size), 8192 tokens, causal. Ours comes in by `flash_online.override()` and, a second time, by torch's registry
-(`integrations.torch_sdpa`); FA3 replaces the function that override() replaces. Events on the stream time the step, and the
-part of it from query, key and value to attention's output and back.
+Forward and backward pass of 12 layers of a decoder in bfloat16 (16 heads of 128, a feed-forward layer of four times the hidden
+size), 8192 tokens, causal. Ours is used through `flash_online.override()` and, a second time, through torch's registry
+(`integrations.torch_sdpa`); FA3 replaces the same function as override(). CUDA events time the step, and its part from query,
+key and value to attention's output and back.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .summary import BY_REGISTRY, OURS
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, LENGTHS = 12, 16, 128, 8192, (1024, 2048, 4096, 8192)
 TORCH = "torch's default"
-MAX_DISTANCE = 0.02  # relative, of result and gradients from torch's: bfloat16 in 12 layers
+MAX_DISTANCE = 0.02  # relative, of result and gradients from torch's, for bfloat16 in 12 layers
 
 
 class Watch:
-    """EventTimer at the borders of attention, in both directions; none on the CPU."""
+    """EventTimer at the boundaries of attention, in both directions; none on the CPU."""
 
     def __init__(self, device: str):
         self.device, self.events = device, []
@@ -154,7 +154,7 @@ def line(result: dict) -> str:
 
 
 def run(device: str, facts: dict, path: Path) -> int:
-    """On a GPU; on the CPU one small float32 step checks that it works, and times nothing."""
+    """Measures on a GPU; on the CPU it checks itself with one small float32 step, without times."""
     torch.manual_seed(0)
     dtype, count, tokens, lengths = (
         (torch.bfloat16, LAYERS, TOKENS, LENGTHS) if device == "cuda" else (torch.float32, 1, 64, (32,))

@@ -88,7 +88,7 @@ def new_maxima(length: int, rows: int, seed: int = 0) -> float:
 
 
 def two_equal_scores(score: float) -> tuple[float, float, float, float]:
-    """(lse, lse_low, exp(s - lse), exp((s - lse) - lse_low)) in float32 for the row [score, score], whose p is 1/2."""
+    """(lse, lse_low, exp(s - lse), exp((s - lse) - lse_low)) in float32 for the row [score, score], where p is 1/2."""
     m, log_sum = F32(score), F32(math.log(2))
     lse = F32(m + log_sum)
     part = F32(lse - m)

@@ -1,11 +1,11 @@
-"""A Llama whose sequences lie over several ranks: context parallelism and FSDP2, on packed documents.
+"""A Llama with sequences sharded over ranks: context parallelism and FSDP2, on packed documents.
 
-torchrun --nproc-per-node 2 examples/long_context.py                      # GPUs if there are as many, else CPUs with gloo
+torchrun --nproc-per-node 2 examples/long_context.py                      # GPUs if there are N, else CPUs with gloo
 torchrun --nproc-per-node 8 examples/long_context.py --length 1048576 --layers 16 --width 2048 --checkpointing --no-alone
 
-Documents are this repository's pages, byte by byte, packed into one row of --length tokens; a rank has a part of each row, and
-a part of the weights. Every rank first trains the same model alone on whole rows (not with --no-alone), so that the figure has
-two curves, which should be one. It needs transformers; with matplotlib the curves become a PNG, without it JSON alone.
+Documents are this repository's pages, byte by byte, packed into rows of --length tokens; a rank has a shard of each row and of
+the weights. Every rank first trains the same model alone on whole rows (not with --no-alone), so that the figure has two
+curves, which should agree. It needs transformers; with matplotlib the curves become a PNG, without it only JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flash_online.distributed import context_parallel_varlen_attention, shard_ba
 from flash_online.integrations import transformers as door
 
 VOCABULARY = 256  # bytes
-LAYOUT = "contiguous"  # of packed documents: any boundaries will do
+LAYOUT = "contiguous"  # of packed documents: any boundaries are allowed
 
 
 def options() -> argparse.Namespace:
@@ -37,7 +37,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4, help="query heads; a key head for two of them")
+    parser.add_argument("--heads", type=int, default=4, help="query heads; two share a key head")
     parser.add_argument("--rate", type=float, default=3e-3, help="AdamW's")
     parser.add_argument("--method", default="auto", help="of context_parallel_varlen_attention")
     parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "docs", help="a folder of Markdown pages")
@@ -68,7 +68,7 @@ def register_over(mesh: DeviceMesh, method: str, name: str = "context_parallel")
         return out.unsqueeze(0), None
 
     AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, lambda *words, **others: None)  # documents and the causal rule are all there is
+    AttentionMaskInterface.register(name, lambda *words, **others: None)  # no other mask than documents and the causal rule
     return name
 
 
@@ -76,8 +76,8 @@ def register_over(mesh: DeviceMesh, method: str, name: str = "context_parallel")
 
 
 def rows(folder: Path, length: int, device: str) -> Iterator[dict]:
-    """Batches of one row of packed documents, the last of which is cut, as transformers' DataCollatorWithFlattening makes
-    them. The first token of a document is no label: nothing before it belongs to it."""
+    """Batches of one row of packed documents, the last one cut, in the form of transformers' DataCollatorWithFlattening. The
+    first token of a document is not a label."""
     documents = [page.read_bytes() for page in sorted(folder.rglob("*.md"))]
     order = torch.Generator().manual_seed(2017)
     while True:
@@ -109,7 +109,7 @@ def progress(steps: int, name: str):
 
 
 def train(words: argparse.Namespace, device: str, mesh: DeviceMesh | None) -> dict:
-    """Losses and seconds of a step: over the ranks of `mesh`, or of one rank alone on whole rows."""
+    """Losses and seconds per step: over the ranks of `mesh`, or of one rank alone on whole rows."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -138,8 +138,8 @@ def train(words: argparse.Namespace, device: str, mesh: DeviceMesh | None) -> di
         if mesh:
             batch = shard_batch(batch, mesh, LAYOUT)
         with mixed:
-            loss = model(**batch).loss  # this rank's share of the whole row's
-        (ranks * loss).backward()  # FSDP2 takes the mean over the ranks where we want the sum
+            loss = model(**batch).loss  # this rank's share of the whole row's loss
+        (ranks * loss).backward()  # FSDP2 averages over the ranks, and we need the sum
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach()
@@ -190,7 +190,7 @@ def main() -> None:
             if words.alone:
                 apart = max(abs(a - b) for a, b in zip(runs[0]["losses"], runs[1]["losses"], strict=True))
                 print(f"the curves are at most {apart:.2g} apart; wrote {words.out.with_suffix('.json')}")
-        dist.barrier()  # gloo's threads may abort a process that ends right after a collective of its own
+        dist.barrier()  # gloo may abort a process that exits right after a collective
     finally:
         dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """A small serving loop: a Llama of transformers, a paged cache, continuous batching. python examples/serving_loop.py
 
-Requests come and go while others run. In every step one packed call holds the prompts of new requests beside one token of each
-older one; their keys go to slots of a pool of pages, and attention reads them through tables. The texts are generate()'s.
+Requests come and go while others run. Each step makes one packed call with the prompts of new requests and one token of each
+older request; their keys go to slots of a pool of pages, and attention reads them through tables. The texts equal generate()'s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "serving_loop"  # of the attention implementation
 
 @dataclass
 class Request:
-    """A prompt, the tokens made so far, and the pages that hold the keys of both."""
+    """A prompt, the tokens generated so far, and the pages that hold the keys of both."""
 
     tokens: list[int]
     wanted: int  # new tokens
@@ -38,7 +38,7 @@ class Request:
 
 @dataclass
 class Step:
-    """Where the tokens of one packed call lie; the attention function gets it through the model's keyword arguments."""
+    """The locations of a packed call's tokens; the attention function gets it through the model's keyword arguments."""
 
     pools: list[tuple[torch.Tensor, torch.Tensor]]  # of each layer: keys and values [blocks, heads, page, head dim]
     slots: torch.Tensor  # [tokens]: the row of the pool of each new key
@@ -49,18 +49,18 @@ class Step:
 
 
 def attend(module, query, key, value, attention_mask, scaling, step: Step, **_):
-    """What transformers calls in each layer: query [1, H, tokens, E], key and value [1, Hk, tokens, E]."""
+    """The attention function of each layer: query [1, H, tokens, E], key and value [1, Hk, tokens, E]."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     keys, values = step.pools[module.layer_idx]
     flash_online.cache_append(key, value, keys, values, slots=step.slots)
-    pools = keys.transpose(1, 2), values.transpose(1, 2)  # [blocks, page, heads, head dim], as varlen_attention takes them
+    pools = keys.transpose(1, 2), values.transpose(1, 2)  # [blocks, page, heads, head dim], in varlen_attention's layout
     most = step.table.shape[1] * PAGE
     options = {"block_table": step.table, "seqused_k": step.lengths, "causal": True, "scale": scaling}
     return flash_online.varlen_attention(query, *pools, step.starts, None, step.longest, most, **options)[None], None
 
 
 def plan(running: list[Request], free: list[int], pools) -> tuple[torch.Tensor, torch.Tensor, Step]:
-    """The new tokens of all running requests, their positions, and the step; pages are taken where they are needed."""
+    """The new tokens of all running requests, their positions, and the step; pages are allocated on demand."""
     tokens, positions, slots, starts = [], [], [], [0]
     for request in running:
         while len(request.pages) * PAGE < len(request.tokens):

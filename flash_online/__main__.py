@@ -1,11 +1,11 @@
 """python -m flash_online info | check [DOOR ...] | demo | trace 1 3 2 [--plot FILE] | bench
 
-info    versions, devices, which kernels this build has and which of them this machine can run
-check   every function beside float64, on the CPU and the GPU, in seconds; exit code 1 if one is wrong.
-        With DOORs (transformers, ...): each against its host as installed here, with tiny random models
-demo    attention, softmax and cross-entropy beside torch's in error, time and memory; a small transformer trained through both
-trace   the walk of online softmax over the numbers that follow (float32; --float64 for double; --plot FILE draws it as well)
-bench   the benchmarks of a checkout: rows | attention | decode | training | models | paper | family | linear | distributed |
+info    prints versions, devices, and which kernels this build has and this machine can run
+check   compares every function with float64, on the CPU and the GPU, in seconds; exit code 1 if one is wrong.
+        With DOORs (integrations: transformers, ...): checks each with its installed host, using tiny random models
+demo    compares error, time and memory of attention, softmax and cross-entropy with torch's; trains a transformer with both
+trace   prints the steps of online softmax over the given numbers (float32; --float64: double; --plot FILE draws them too)
+bench   runs a checkout's benchmarks: rows | attention | decode | training | models | paper | family | linear | distributed |
         scaling | docs, each with its --help
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 
 
 def trace(arguments: list[str]) -> int:
-    """Prints the steps of online softmax over a row, one line per number, computed by the header that the kernels include; with
-    --plot FILE it draws them as well."""
+    """Prints the steps of online softmax over a row, one line per number, computed with the header that the kernels include.
+    --plot FILE also draws them."""
     words, double, picture = list(arguments), "--float64" in arguments, None
     # argparse would read -1 and -inf as options.
     if double:
@@ -34,7 +34,7 @@ def trace(arguments: list[str]) -> int:
         del words[at : at + 2]
     bad = next((word for word in words if not _is_number(word)), None)
     if bad is not None:
-        print(f"trace: {bad!r} is not a number; accepted are numbers, inf, -inf and nan, as in: trace 1 3 2", file=sys.stderr)
+        print(f"trace: expected numbers, inf, -inf or nan, as in: trace 1 3 2, got {bad!r}", file=sys.stderr)
         return 2
     if not words:
         print("trace: no numbers given, as in: python -m flash_online trace 1 3 2", file=sys.stderr)
@@ -112,7 +112,7 @@ def _is_number(word: str) -> bool:
 
 
 def _verdict(row: list[float], results: dict[str, array], double: bool) -> str:
-    """One or two sentences about what the results show."""
+    """One or two sentences that interpret the results."""
     online, safe = results["online"], results["safe"]
     if any(map(math.isnan, row)):
         return "A NaN in the row reaches every probability."
@@ -138,7 +138,7 @@ def _verdict(row: list[float], results: dict[str, array], double: bool) -> str:
 
 
 def bench(arguments: list[str]) -> int:
-    """Runs benchmarks/run.py of the checkout that this package lies in, with these arguments."""
+    """Runs benchmarks/run.py of the checkout that contains this package, with these arguments."""
     script = Path(__file__).resolve().parents[1] / "benchmarks" / "run.py"
     if not script.is_file():
         print(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class AttentionTensors(NamedTuple):
-    """The tensors of attention_forward; also their tangents, and whether each of them is mapped or needs a gradient."""
+    """The tensors of attention_forward, their tangents, or a flag per tensor (mapped, needs a gradient)."""
 
     query: Tensor
     key: Tensor
@@ -36,7 +36,7 @@ class VarlenTensors(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """The options of the forward pass, which the backward pass shares; a window bound of -1 is no bound."""
+    """The options of the forward pass, shared by the backward pass. A window bound of -1 is no bound."""
 
     window_left: int
     window_right: int
@@ -48,8 +48,8 @@ class AttentionOptions(NamedTuple):
     deterministic: bool | None = None  # for the derivative alone; None asks torch when the operator is called
 
     def for_backward(self, *own):
-        """The options of a backward operator, whose `own` ones stand before the last: (mask_grad, deterministic), or
-        (deterministic,) for packed sequences."""
+        """The options of a backward operator. Its additional options `own` come before the last one: (mask_grad,
+        deterministic), or (deterministic,) for packed sequences."""
         *shared, tf32, _ = self
         return *shared, *own, tf32
 
@@ -60,7 +60,8 @@ def default_scale(head_dim) -> float:
 
 
 class AttentionGradients(NamedTuple):
-    """The results of attention_backward, or their tangents; None, or a tensor without elements, is not wanted."""
+    """The results of attention_backward, or their tangents; None or an empty tensor stands for a gradient that was not
+    requested."""
 
     query: Tensor
     key: Tensor

@@ -1,12 +1,12 @@
 """Second derivatives of attention: the JVP of its results and of its gradients, in differentiable torch operations.
 
 The method is derived in docs/online_softmax_derivatives.md, section 12: with F = <out, grad_out> + <lse, grad_lse>, the
-gradient of F holds both the forward and the backward pass, and its Jacobian is symmetric, so that one function serves forward
+gradient of F contains both the forward and the backward pass, and its Jacobian is symmetric, so one function serves forward
 mode, forward mode of the backward pass, and double backward.
 
 Names: `d_x` is the tangent of x, and `grad_x` is the gradient of F with respect to x; None stands for a zero tangent. k, v and
-other tensors of a chunk are in the accumulator's dtype, with the heads of keys and values repeated to those of the queries:
-[..., Hq, rows, E]. `scores` and what has their shape are [..., Hq, rows of the chunk, S].
+other tensors of a chunk are in the accumulator's dtype, with the heads of keys and values repeated to the heads of queries:
+[..., Hq, rows, E]. `scores` and tensors of their shape are [..., Hq, rows of the chunk, S].
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Call(NamedTuple):
     alibi_slopes: Tensor | None
     rng: Tensor | None
     options: AttentionOptions
-    offset: int  # of a query's position over its index
+    offset: int  # a query's position minus its index
     first_batch: int  # the batch index that the random bits of dropout start from
 
 
@@ -66,7 +66,7 @@ class _ForwardChunk(NamedTuple):
     d_weights: Tensor
     dropped: Tensor  # the weights after dropout
     d_dropped: Tensor
-    dropout_scale: Tensor | None  # what dropout multiplies each weight by; None without dropout
+    dropout_scale: Tensor | None  # factor that dropout applies to each weight; None without dropout
     sink_weight: Tensor | None
     score_mod_first: Tensor | None  # derivatives of the score modification at scale * q k^T; None without softcap
     score_mod_second: Tensor | None
@@ -76,7 +76,7 @@ class _ForwardChunk(NamedTuple):
 
 
 class _BackwardChunk(NamedTuple):
-    """What the tangents of a chunk's gradients are; those of keys, values and sinks are the chunk's share of a sum."""
+    """Tangents of a chunk's gradients. For keys, values and sinks they are this chunk's terms of a sum over chunks."""
 
     d_grad_query: Tensor
     d_grad_key: Tensor
@@ -85,7 +85,7 @@ class _BackwardChunk(NamedTuple):
     d_grad_sinks: Tensor | None
 
 
-@without_autocast  # the products are in the accumulator's dtype, and stay in it
+@without_autocast  # keeps the products in the accumulator's dtype
 def gradient_jvp(
     tensors: AttentionTensors,
     options: AttentionOptions,
@@ -96,11 +96,11 @@ def gradient_jvp(
     d_grad_lse: Tensor | None = None,
     first_batch: int = 0,
 ) -> tuple[Tensor, Tensor, AttentionGradients | None]:
-    """The tangents of out and lse and, with grad_out, those of the gradients of query, key, value, mask and sinks.
+    """The tangents of out and lse and, with grad_out, the tangents of the gradients of query, key, value, mask and sinks.
 
-    The tensors have the canonical shapes. Each tangent may be None for 0; those of alibi_slopes and rng are not read. Works
-    through a chunk of queries at a time: memory is linear in the lengths, plus one chunk of _CHUNK_SCORES scores. `first_batch`
-    is the batch index that the random bits of dropout start from.
+    The tensors have the canonical shapes. A tangent may be None for 0; tangents of alibi_slopes and rng are not read. Processes
+    one chunk of queries at a time: memory is linear in the lengths, plus one chunk of _CHUNK_SCORES scores. `first_batch` is
+    the batch index that the random bits of dropout start from.
     """
     query, key, value, mask, alibi_slopes, sinks, rng = tensors
     if options.scale is None:
@@ -132,7 +132,8 @@ def gradient_jvp(
 
 
 def _chunks(heads: int, queries: int, keys: int) -> list[tuple[int, int]]:
-    """The rows of each chunk. Where a tracer keeps sizes symbolic there is one, as a loop would make numbers of them."""
+    """The rows of each chunk. With symbolic sizes there is one chunk, since a loop would specialize the graph to these
+    sizes."""
     if not all(type(size) is int for size in (heads, queries, keys)):
         return [(0, queries)]
     rows = max(1, _CHUNK_SCORES // max(1, heads * keys))
@@ -140,7 +141,7 @@ def _chunks(heads: int, queries: int, keys: int) -> list[tuple[int, int]]:
 
 
 def _rows(tensor: Tensor | None, dim: int, begin: int, end: int, dtype: torch.dtype) -> Tensor | None:
-    """Rows [begin, end) of a tensor along its queries, or all of one that is broadcast along them, in `dtype`."""
+    """Rows [begin, end) of a tensor along its query dimension, in `dtype`; all of a tensor that is broadcast along it."""
     if tensor is None:
         return None
     return (tensor if tensor.shape[dim] == 1 else tensor.narrow(dim, begin, end - begin)).to(dtype)
@@ -171,7 +172,7 @@ def _scores(call: _Call, begin: int, end: int, products: Tensor):
 
 
 def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The softmax of each row, 0 for an empty one, and the weight of the sink, which is one more score of that row."""
+    """The softmax of each row (0 for an empty row), and the weight of the sink, which counts as one more score of the row."""
     joined = scores if sink is None else torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
     if joined.shape[-1] == 0:
         pivot = joined.new_zeros(*joined.shape[:-1], 1)
@@ -246,7 +247,7 @@ def _backward_chunk(call: _Call, tangents: _Tangents, chunk: _Chunk, forward: _F
     if forward.dropout_scale is not None:
         grad_weights, d_grad_weights = grad_weights * forward.dropout_scale, d_grad_weights * forward.dropout_scale
 
-    # -delta, where delta = <weights, grad_weights> - grad_lse is what all gradients of a row's scores have in common.
+    # -delta, where delta = <weights, grad_weights> - grad_lse is the term that all gradients of a row's scores share.
     minus_delta = -(weights * grad_weights).sum(-1, keepdim=True)
     d_minus_delta = -(d_weights * grad_weights + weights * d_grad_weights).sum(-1, keepdim=True)
     if chunk.grad_lse is not None:
@@ -306,7 +307,7 @@ class _BackwardSums:
             self.sinks = plus(self.sinks, chunk.d_grad_sinks)
 
     def results(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionGradients:
-        """The tangents of the gradients of (query, key, value, mask, sinks), each in its tensor's dtype but for sinks."""
+        """The tangents of the gradients of (query, key, value, mask, sinks), each in its tensor's dtype except for sinks."""
 
         def sum_groups(tensor, like):
             """Sums over the query heads that share a head of `like`."""
@@ -324,12 +325,12 @@ class _BackwardSums:
 
 
 def gradients_of_part(grad_out: Tensor, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of part_out and part_lse, which are the results of a part of the keys and were merged with others into out
-    and lse; grad_out is the gradient of out. All are [..., queries(, head dim)].
+    """The gradients of part_out and part_lse, the results over one shard of the keys, which were merged with the results over
+    other shards into out and lse. grad_out is the gradient of out. All tensors are [..., queries(, head dim)].
 
-    A ring asks for the gradients of one part and gives the merged results. Our backward kernels take the results of the part
-    itself, since they use that its weights add up to 1. These enter the merged ones by out = sum of share * part_out and
-    lse = logsumexp of the part_lse, with share = exp(part_lse - lse).
+    Ring attention passes the merged out and lse and asks for the gradients of one shard. Our backward kernels need that shard's
+    own out and lse, since they rely on weights that sum to 1. The merge is out = sum of share * part_out and lse = logsumexp of
+    the part_lse, with share = exp(part_lse - lse).
     """
     share = (part_lse - lse.to(part_lse.dtype)).exp().masked_fill(part_lse == -torch.inf, 0)
     wide = grad_out.to(share.dtype)

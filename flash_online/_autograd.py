@@ -1,13 +1,13 @@
-"""Registers the derivatives of the raw operators with torch's dispatcher, so that whatever holds an operator trains: an eager
-call, a graph of torch.compile, torch.export, make_fx or torch.jit.trace, a transform of torch.func, forward mode.
+"""Registers the derivatives of the raw operators with torch's dispatcher, so that every use of an operator is differentiable:
+eager calls, graphs of torch.compile, torch.export, make_fx and torch.jit.trace, torch.func, and forward mode.
 
-An operator `flash_online::name` has a kernel for the Autograd key, in Python. Where nothing asks for a derivative it calls the
-operator below that key; else the autograd.Function that `differentiable` makes of a description, or the differentiable
-operations that `composite` gives.
+Each operator `flash_online::name` has a Python kernel for the Autograd key. Without a request for a derivative it calls the
+operator below that key; otherwise the autograd.Function that `differentiable` builds from a description, or the differentiable
+operations registered with `composite`.
 
-Eager calls take a shorter way. `differentiable` returns a callable that looks for a derivative before the dispatcher does, and
-calls the same Function or `name.below_autograd`, the operator's second overload, which has no kernel for that key
-(csrc/ops/operators.h). Under a tracer or a TorchDispatchMode the second overload becomes the first.
+Eager calls take a shorter path: `differentiable` returns a callable that checks for a derivative before the dispatcher does,
+and calls the same Function or `name.below_autograd`, the operator's second overload, which has no kernel for that key
+(csrc/ops/operators.h). Under a tracer or a TorchDispatchMode the second overload calls the first.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ _is_key_included, _BATCHED_GRADIENTS = torch._C._dispatch_tls_is_dispatch_key_in
 
 
 def transforms_active() -> bool:
-    """Whether a torch.func transform or a forward-mode AD level is active. False while compiling: the graph that is made holds
-    the operators, and these know their derivatives."""
+    """Returns whether a torch.func transform or a forward-mode AD level is active. False while compiling, since the graph holds
+    the operators, which have derivatives."""
     return not torch.compiler.is_compiling() and eager_transforms_active()
 
 
 def eager_transforms_active() -> bool:
-    """`transforms_active` for a caller that knows that nothing is being compiled."""
+    """`transforms_active` for callers that know that nothing is being compiled."""
     return _any_transforms() or forward_ad._current_level >= 0
 
 
 def traces_transforms() -> bool:
-    """Whether what is being compiled is inside of a torch.func transform that it holds: Dynamo calls this while tracing."""
+    """Returns whether the code being compiled is inside a torch.func transform of the same graph. Dynamo calls this while
+    tracing."""
     return _any_transforms()
 
 
@@ -46,24 +47,24 @@ traces_transforms._dynamo_marked_constant = True
 
 
 def dispatches() -> bool:
-    """Whether a call has to go to the dispatcher's Autograd key: while compiling or tracing by torch.jit, since the graph must
-    hold the operator and no autograd.Function, and under transforms, which the dispatcher alone sees: torch.func's, forward
-    mode, and the batching of autograd.grad(is_grads_batched=True)."""
+    """Returns whether a call must go through the dispatcher's Autograd key: while compiling or tracing with torch.jit, since
+    the graph must hold the operator and no autograd.Function, and under transforms that only the dispatcher handles:
+    torch.func, forward mode, and autograd.grad(is_grads_batched=True)."""
     if torch.compiler.is_compiling() or traced_by_jit() is not None or eager_transforms_active():
         return True
     return _is_key_included(_BATCHED_GRADIENTS)
 
 
 def requires_grad(tensors) -> bool:
-    """Whether autograd records a call with these arguments."""
+    """Returns whether autograd records a call with these arguments."""
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
 class Description:
-    """What `differentiable` makes an operator's derivative of; a subclass's name and docstring say which.
+    """Describes an operator's derivative for `differentiable`.
 
-    `operator` is the raw operator, with a tensor or several for results. `inputs` are its arguments in a form that suits the
-    other methods, by default as they are; a list of tensors is taken apart.
+    `operator` is the raw operator, which returns one or more tensors. `inputs` are its arguments in the form that the other
+    methods take, by default unchanged; a list of tensors is flattened.
     """
 
     operator: torch._ops.OpOverloadPacket
@@ -80,11 +81,11 @@ class Description:
 
     @staticmethod
     def check(*inputs) -> None:
-        """Raises where an input that requires a gradient has none."""
+        """Raises if an input requires a gradient that the operator does not have."""
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        """The tensors (or None) that become `ctx.saved_tensors`; other values it may set on ctx."""
+        """Returns the tensors (or None) for `ctx.saved_tensors`; may set other values on ctx."""
         raise NotImplementedError
 
     @staticmethod
@@ -94,13 +95,13 @@ class Description:
 
     @staticmethod
     def jvp(ctx, *tangents):
-        """One tangent per output; tangents are None for what has none."""
+        """One tangent per output; an input without a tangent passes None."""
         raise NotImplementedError
 
 
 def differentiable(description: type[Description], compute=None):
-    """Registers the derivative of `description.operator`, and returns a callable `f(*inputs) -> outputs`. With `compute` it
-    registers nothing: then `compute(*inputs)` gives the outputs of eager calls, equal to the operator's."""
+    """Registers the derivative of `description.operator`, and returns a callable `f(*inputs) -> outputs`. If `compute` is
+    given, `compute(*inputs)` computes eager calls, with outputs equal to the operator's, and nothing is registered."""
     operator = description.operator.default
     run_below = below_autograd(description.operator)
 
@@ -114,8 +115,9 @@ def differentiable(description: type[Description], compute=None):
         @staticmethod
         def forward(ctx, *inputs):
             if eager_transforms_active():
-                # Of the levels of torch.func this one is done: the operator goes on to the next, with the derivatives that
-                # autograd switches off inside a Function. The overload without a derivative would end them.
+                # This Function handles one level of torch.func. The operator goes on to the next level, so turn on the
+                # derivatives that autograd turns off inside a Function. The overload without a derivative would drop the next
+                # levels.
                 with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                     outputs = operator(*description.arguments(*inputs))
                 tensors = description.save(ctx, inputs, outputs)
@@ -158,8 +160,8 @@ def differentiable(description: type[Description], compute=None):
 
 
 def composite(operator: torch._ops.OpOverloadPacket):
-    """Registers the decorated function as what computes the operator wherever a derivative is asked for: in differentiable
-    operations, with the operator's arguments and results."""
+    """Registers the decorated function to compute the operator if a derivative is requested: it has the operator's arguments
+    and results, and uses differentiable operations."""
 
     def decorate(function):
         _register_autograd(operator.default, function)
@@ -169,24 +171,26 @@ def composite(operator: torch._ops.OpOverloadPacket):
 
 
 def without_derivative(operator: torch._ops.OpOverloadPacket, reason: str) -> None:
-    """Makes it an error to ask for a derivative of this operator, for `reason`."""
+    """Makes a derivative of this operator an error, which gives `reason`."""
 
     def refuse(*arguments):
         if any(map(is_differentiated, arguments)):
-            raise NotImplementedError(f"{operator._qualified_op_name}: expected inputs without a derivative, as {reason}")
+            raise NotImplementedError(
+                f"{operator._qualified_op_name}: expected inputs without a derivative, got one with a derivative; {reason}"
+            )
         return call_below(operator, *arguments)
 
     _register_autograd(operator.default, refuse)
 
 
 def is_differentiated(value) -> bool:
-    """Whether this is a tensor that the call is differentiated in, by autograd or in forward mode."""
+    """Returns whether this is a tensor that the call is differentiated with respect to, by autograd or in forward mode."""
     return isinstance(value, Tensor) and (has_tangent(value) or value.requires_grad and torch.is_grad_enabled())
 
 
 def _register_autograd(operator: torch._ops.OpOverload, derived) -> None:
-    """Registers the kernel of the Autograd key: `derived(*arguments)` where a derivative may be asked for, else the operator
-    below that key."""
+    """Registers the kernel of the Autograd key: `derived(*arguments)` if a derivative may be requested, else the operator below
+    that key."""
     defaults = [argument.default_value for argument in operator._schema.arguments if argument.has_default_value()]
     count, name = len(operator._schema.arguments), operator._schema.name.removeprefix("flash_online::")
     run_below = below_autograd(getattr(ops, name))
@@ -203,8 +207,8 @@ def _register_autograd(operator: torch._ops.OpOverload, derived) -> None:
 
 
 def _level_is_open() -> bool:
-    """Whether a level of forward-mode AD is open, which torch does not say: it refuses to open a second one. Levels belong to
-    the process: this is for the compiler alone, which works in one thread."""
+    """Returns whether a level of forward-mode AD is open. Torch has no query for this, but refuses to open a second level.
+    Levels are global to the process, so only the compiler, which uses one thread, may call this."""
     try:
         level = torch._C._enter_dual_level()
     except RuntimeError:
@@ -214,10 +218,10 @@ def _level_is_open() -> bool:
 
 
 def dispatch(operator: torch._ops.OpOverload, *arguments):
-    """`operator(*arguments)`, with autocast off: torch.func would turn it on again inside a derivative.
+    """Calls `operator(*arguments)` with autocast off: torch.func would turn it on again inside a derivative.
 
-    Dynamo traces forward_ad.dual_level into a graph that enters the level without telling Python, where the kernels above look
-    for it; such a graph tells them."""
+    Dynamo traces forward_ad.dual_level into a graph that enters the level without setting forward_ad._current_level, which the
+    kernels above read. `_in_dual_level` sets it in such a graph."""
     if torch.compiler.is_compiling():
         return _in_dual_level(operator, *arguments) if _traces_dual_level() else operator(*arguments)
     with torch._C._DisableAutocast():
@@ -244,15 +248,14 @@ _traces_dual_level._dynamo_marked_constant = True  # Dynamo calls it while traci
 
 
 def plain_apply(function):
-    """`function.apply`, outside Dynamo, of a Function with a `forward` that takes ctx. It is torch's apply in C++, without the
-    wrapper in Python around it; and autograd calls `backward` without the one around that. The wrappers look for what such a
-    Function does not have, and cost some microseconds per call. The caller unwraps tensors that require a gradient
-    (`unwrap_if_dead`)."""
+    """`function.apply`, for use outside Dynamo, of a Function with a `forward` that takes ctx: torch's apply in C++ without its
+    Python wrapper. Autograd calls `backward` without a wrapper too. The wrappers handle features that such a Function does not
+    use, and cost a few microseconds per call. The caller unwraps tensors that require a gradient (`unwrap_if_dead`)."""
     node = getattr(function, "_backward_cls", None)  # not a public name: without it `backward` is called as usual
     if node is not None:
         node.apply = function.backward
     return super(Function, function).apply
 
 
-# The tensor itself, or what it wraps if it has outlived a transform of torch.func.
+# The tensor itself, or the tensor inside if a wrapper has outlived its torch.func transform.
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead

@@ -18,13 +18,14 @@ def _autocast_enabled(device: torch.device) -> bool:
 
 
 def autocasts(tensor: Tensor) -> bool:
-    """Whether an active torch.autocast casts this tensor: it is floating, not float64, and on a device that autocast covers."""
+    """Returns whether an active torch.autocast casts this tensor: it is floating, not float64, and on a device that autocast
+    covers."""
     return _autocast_enabled(tensor.device) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 def autocast(query: Tensor, *others: Tensor | None):
-    """Casts attention's tensors, a float mask included, as torch.autocast casts those of scaled_dot_product_attention, which is
-    on its list of lower-precision operators. Our raw operators are on no list of autocast."""
+    """Casts attention's tensors, a float mask included, as torch.autocast casts the arguments of scaled_dot_product_attention,
+    an operator on its lower-precision list. Our raw operators are on no list of autocast."""
     tensors = (query, *others)
     if not _autocast_enabled(query.device):
         return tensors
@@ -43,7 +44,7 @@ def _raise_rank(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _expand(tensor: Tensor, leading) -> Tensor:
-    """The tensor with its leading dimensions expanded to these sizes; the tensor itself where it has them already."""
+    """The tensor with its leading dimensions expanded to these sizes; the tensor itself if it already has them."""
     if tuple(tensor.shape[: len(leading)]) == tuple(leading):
         return tensor
     return tensor.expand(*leading, *tensor.shape[len(leading) :])
@@ -53,20 +54,20 @@ def check_kinds(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     """Raises unless attention takes these dtypes, devices and ranks; the order of the checks is torch's."""
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
-            raise InvalidArgument(f"{name}: dtype {tensor.dtype}, expected query's {query.dtype}")
+            raise InvalidArgument(f"{name}: expected query's dtype {query.dtype}, got {tensor.dtype}")
     for name, tensor in (("key", key), ("value", value)):
         if tensor.device != query.device:
-            raise InvalidArgument(f"{name}: on {tensor.device}, expected query's device {query.device}")
+            raise InvalidArgument(f"{name}: expected query's device {query.device}, got {tensor.device}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise InvalidArgument(f"{name}: expected [..., length, width], at least 2 dimensions, got shape {_shape(tensor)}")
     if query.dtype not in FLOATING:
-        raise UnsupportedDtype(f"query: dtype {query.dtype}, expected float16, bfloat16, float32 or float64")
+        raise UnsupportedDtype(f"query: expected dtype float16, bfloat16, float32 or float64, got {query.dtype}")
     if mask is not None:
         if mask.dtype not in (torch.bool, torch.float32, query.dtype):
-            raise InvalidArgument(f"{mask_name}: dtype {mask.dtype}, expected bool, float32 or query's {query.dtype}")
+            raise InvalidArgument(f"{mask_name}: expected dtype bool, float32 or query's {query.dtype}, got {mask.dtype}")
         if mask.device != query.device:
-            raise InvalidArgument(f"{mask_name}: on {mask.device}, expected query's device {query.device}")
+            raise InvalidArgument(f"{mask_name}: expected query's device {query.device}, got {mask.device}")
 
 
 def check_attention_types(tensors: dict, optional: dict, flags: dict) -> None:
@@ -85,56 +86,58 @@ def check_attention_options(query, heads_dim, causal, window, alignment, softcap
     query that counts its heads."""
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise InvalidArgument(f"window: got {window!r}; accepted are None and a pair (left, right)")
+            raise InvalidArgument(f"window: expected None or a pair (left, right), got {window!r}")
         for side, bound in zip(("left", "right"), window, strict=True):
             if bound is not None and (not isinstance(bound, (int, torch.SymInt)) or bound < 0):
-                raise InvalidArgument(f"window: {side} is {bound}; accepted are None and integers >= 0")
+                raise InvalidArgument(f"window: expected None or an int >= 0 on the {side}, got {bound}")
     if alignment not in ("upper_left", "lower_right"):
-        raise InvalidArgument(f"alignment: got {alignment!r}; accepted are 'upper_left' and 'lower_right'")
+        raise InvalidArgument(f"alignment: expected 'upper_left' or 'lower_right', got {alignment!r}")
     check_softcap(softcap)
     dropout_p = check_float("dropout_p", dropout_p)
     if not 0 <= dropout_p <= 1:
-        raise InvalidArgument(f"dropout_p: got {dropout_p}; accepted are probabilities, 0 to 1")
+        raise InvalidArgument(f"dropout_p: expected a probability, 0 to 1, got {dropout_p}")
     heads = query.shape[heads_dim] if query.dim() >= -heads_dim else 1
     if sinks is not None and (tuple(sinks.shape) != (heads,) or not sinks.is_floating_point() or sinks.device != query.device):
         raise InvalidArgument(
-            f"sinks: got {list(sinks.shape)} {sinks.dtype} on {sinks.device}; accepted is a floating [{heads}], one logit a "
-            f"query head, on {query.device}"
+            f"sinks: expected a floating [{heads}], one logit per query head, on {query.device}, got {list(sinks.shape)} "
+            f"{sinks.dtype} on {sinks.device}"
         )
     if alibi_slopes is not None:
         if alibi_slopes.dim() < 1 or alibi_slopes.shape[-1] != heads or not alibi_slopes.is_floating_point():
             raise InvalidArgument(
-                f"alibi_slopes: got {list(alibi_slopes.shape)} {alibi_slopes.dtype}; accepted is a floating [{heads}] or "
-                f"[..., {heads}], one slope a query head"
+                f"alibi_slopes: expected a floating [{heads}] or [..., {heads}], one slope per query head, got "
+                f"{list(alibi_slopes.shape)} {alibi_slopes.dtype}"
             )
         if alibi_slopes.device != query.device:
-            raise InvalidArgument(f"alibi_slopes: is on {alibi_slopes.device}; accepted is query's device {query.device}")
+            raise InvalidArgument(f"alibi_slopes: expected query's device {query.device}, got {alibi_slopes.device}")
         if alibi_slopes.requires_grad and torch.is_grad_enabled():
-            raise InvalidArgument("alibi_slopes: requires grad; slopes have no gradient, a learned bias is a float mask")
+            raise InvalidArgument(
+                "alibi_slopes: expected a tensor without a gradient, got requires_grad=True; a learned bias is a float mask"
+            )
 
 
 def window_bounds(window) -> tuple[int, int]:
-    """(left, right) as the raw operators take them: -1 is no bound, and so is what no key lies beyond."""
+    """(left, right) as the raw operators take them: -1 is no bound, and replaces bounds beyond any length."""
     left, right = window
     if left is None or is_known(left >= _UNBOUNDED):
         left = -1
     return left, -1 if right is None or is_known(right >= _UNBOUNDED) else right
 
 
-_UNBOUNDED = 1 << 62  # operators take integers of 64 bits, and add a position to this one
+_UNBOUNDED = 1 << 62  # operators take 64-bit integers, and add a position to a bound
 
 
 def check_lengths(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises unless the head dims and lengths of [..., L, E], [..., S, E] and [..., S, Ev] agree."""
     if is_known(key.shape[-1] != query.shape[-1]):
         raise InvalidArgument(
-            f"key: width (last dimension) is {key.shape[-1]}, expected query's {query.shape[-1]}; "
-            f"got query {_shape(query)}, key {_shape(key)}"
+            f"key: expected query's width (last dimension) {query.shape[-1]}, got {key.shape[-1]}; query is {_shape(query)}, "
+            f"key {_shape(key)}"
         )
     if is_known(value.shape[-2] != key.shape[-2]):
         raise InvalidArgument(
-            f"value: length (last dimension but one) is {value.shape[-2]}, expected key's {key.shape[-2]}; "
-            f"got key {_shape(key)}, value {_shape(value)}"
+            f"value: expected key's length (last dimension but one) {key.shape[-2]}, got {value.shape[-2]}; "
+            f"key is {_shape(key)}, value {_shape(value)}"
         )
 
 
@@ -144,22 +147,22 @@ def check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
         if tensor.dim() != 3:
             raise InvalidArgument(f"{name}: expected packed sequences [total length, heads, width], got shape {_shape(tensor)}")
     if is_known(key.shape[-1] != query.shape[-1]):
-        raise InvalidArgument(f"key: width (last dimension) is {key.shape[-1]}, expected query's {query.shape[-1]}")
+        raise InvalidArgument(f"key: expected query's width (last dimension) {query.shape[-1]}, got {key.shape[-1]}")
     if is_known(value.shape[0] != key.shape[0]):
-        raise InvalidArgument(f"value: total length (dimension 0) is {value.shape[0]}, expected key's {key.shape[0]}")
+        raise InvalidArgument(f"value: expected key's total length (dimension 0) {key.shape[0]}, got {value.shape[0]}")
     heads = query.shape[1]
     for name, own in (("key", key.shape[1]), ("value", value.shape[1])):
         if own != heads and (own == 0 or heads % own != 0):
-            raise InvalidArgument(f"{name}: {own} heads (dimension 1), expected a divisor of query's {heads}")
+            raise InvalidArgument(f"{name}: expected heads (dimension 1) that divide query's {heads}, got {own}")
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(starts, Tensor) or starts.dtype != torch.int32 or starts.dim() != 1 or starts.shape[0] < 1:
             got = f"{starts.dtype} {_shape(starts)}" if isinstance(starts, Tensor) else repr(starts)
-            raise InvalidArgument(f"{name}: got {got}, expected an int32 tensor [sequences + 1]")
+            raise InvalidArgument(f"{name}: expected an int32 tensor [sequences + 1], got {got}")
         if starts.device != query.device:
-            raise InvalidArgument(f"{name}: on {starts.device}, expected query's device {query.device}")
+            raise InvalidArgument(f"{name}: expected query's device {query.device}, got {starts.device}")
     if is_known(cu_seqlens_k.shape[0] != cu_seqlens_q.shape[0]):
         raise InvalidArgument(
-            f"cu_seqlens_k: {cu_seqlens_k.shape[0]} starts, expected as many as cu_seqlens_q's {cu_seqlens_q.shape[0]}"
+            f"cu_seqlens_k: expected as many starts as cu_seqlens_q, {cu_seqlens_q.shape[0]}, got {cu_seqlens_k.shape[0]}"
         )
     check_longest("max_seqlen_q", max_seqlen_q), check_longest("max_seqlen_k", max_seqlen_k)
 
@@ -170,47 +173,47 @@ def check_longest(name: str, longest) -> None:
         return
     wrong = not isinstance(longest, (int, torch.SymInt)) or isinstance(longest, bool)
     if wrong or is_known(longest < 0) or is_known(longest >= 1 << 63):
-        raise InvalidArgument(f"{name}: got {longest!r}, expected an int >= 0 of 64 bits (nobody reads lengths off the device)")
+        raise InvalidArgument(f"{name}: expected an int >= 0 of 64 bits (the host does not read the lengths), got {longest!r}")
 
 
 def broadcast(names: str, *shapes) -> tuple:
-    """The shape that `shapes` broadcast to. The error names their tensors, which are `names`."""
+    """The shape that `shapes` broadcast to. Errors call their tensors `names`."""
     try:
         return torch.broadcast_shapes(*shapes)
     except RuntimeError:
-        raise InvalidArgument(f"{names}: leading dimensions {[list(s) for s in shapes]} do not broadcast") from None
+        raise InvalidArgument(f"{names}: expected leading dimensions that broadcast, got {[list(s) for s in shapes]}") from None
 
 
 def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool | None) -> None:
-    """Raises unless the heads (dimension -3) go together. enable_gqa None: key's and value's divide query's, and a single query
-    head may have several beside it. True: as in torch, they divide, and each tensor has that dimension. False: as in torch,
-    they are equal or 1."""
+    """Raises unless the numbers of heads (dimension -3) fit. enable_gqa None: the heads of key and value divide query's, and a
+    single query head may broadcast to several. True: they divide, and each tensor has that dimension, as in torch. False: they
+    are equal or 1, as in torch."""
     if enable_gqa is False:
         if query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
             return
         heads = [tensor.shape[-3] for tensor in (query, key, value) if tensor.dim() > 2 and tensor.shape[-3] != 1]
         if any(count != heads[0] for count in heads):
             raise InvalidArgument(
-                f"query, key, value: {', '.join(map(str, heads))} heads (dimension -3), expected one number, or 1; with "
-                "enable_gqa=True a query may have a multiple of key's and value's"
+                f"query, key, value: expected equal numbers of heads (dimension -3), or 1, got {', '.join(map(str, heads))}; "
+                "with enable_gqa=True query may have a multiple of key's and value's"
             )
         return
     tensors = (("query", query), ("key", key), ("value", value))
     if enable_gqa:
         for name, tensor in tensors:
             if tensor.dim() < 3:
-                raise IndexError(f"{name}: shape {_shape(tensor)}, expected a head dimension (-3) beside enable_gqa=True")
+                raise IndexError(f"{name}: expected a head dimension (-3) with enable_gqa=True, got shape {_shape(tensor)}")
     heads, key_heads, value_heads = (tensor.shape[-3] if tensor.dim() > 2 else 1 for _, tensor in tensors)
     if enable_gqa is None and heads == 1:
         heads = max(key_heads, value_heads)
     for name, own in (("key", key_heads), ("value", value_heads)):
         divides = own > 0 and heads % own == 0
         if not divides and (enable_gqa or own != heads):
-            raise InvalidArgument(f"{name}: {own} heads (dimension -3), expected a divisor of query's {heads}")
+            raise InvalidArgument(f"{name}: expected heads (dimension -3) that divide query's {heads}, got {own}")
 
 
 def _scores_shape_of_torch(query: Tensor, key: Tensor) -> list:
-    """The shape that torch broadcasts a mask to: it has the dimensions of query and key, and no more."""
+    """The shape that torch broadcasts a mask to, with the dimensions of query and key only."""
     rank = max(query.dim(), key.dim())
     sizes = ([1] * (rank - tensor.dim()) + list(tensor.shape[:-2]) for tensor in (query, key))
     leading = [query_size if key_size == 1 else key_size for query_size, key_size in zip(*sizes, strict=True)]
@@ -224,7 +227,7 @@ def _check_mask(name: str, mask: Tensor, scores: list) -> None:
     if mask.dim() > len(scores) or any(
         size != 1 and size != full for size, full in zip(reversed(mask.shape), reversed(scores), strict=False)
     ):
-        raise InvalidArgument(f"{name}: shape {_shape(mask)}, expected one that broadcasts to the scores' {scores}")
+        raise InvalidArgument(f"{name}: expected a shape that broadcasts to the scores' {scores}, got {_shape(mask)}")
 
 
 def canonicalize(
@@ -240,10 +243,10 @@ def canonicalize(
 
     query [..., Hq, L, E], key [..., Hk, S, E], value [..., Hv, S, Ev] have any ranks >= 2 and batch dimensions that broadcast;
     mask broadcasts to [..., Hq, L, S]. Returns (query, key, value, mask, restore): the tensors have one rank >= 4 and equal
-    batch dimensions. Hk and Hv divide Hq and are not expanded, but a single query head beside several is. The mask keeps size
-    1 where it is broadcast. restore(result) brings [batch..., Hq, ...] to the rank that the callers' three tensors broadcast
-    to. Nothing is copied. Raises InvalidArgument where shapes do not fit. enable_gqa: torch's argument, with torch's rules for
-    heads and masks; None for ours. mask_name: what the caller's argument is called.
+    batch dimensions. Hk and Hv divide Hq and are not expanded; a single query head is expanded to several. The mask keeps size
+    1 in broadcast dimensions. restore(result) brings [batch..., Hq, ...] to the rank that the callers' three tensors broadcast
+    to. Nothing is copied. Raises InvalidArgument if shapes do not fit. enable_gqa: torch's argument, with torch's rules for
+    heads and masks; None for ours. mask_name: the name of the caller's argument.
     """
     _check_heads(query, key, value, enable_gqa)
     if mask is not None and enable_gqa is not None:

@@ -1,7 +1,7 @@
-"""`python -m flash_online check DOOR ...`: each door tried against its host as installed here.
+"""`python -m flash_online check DOOR ...`: checks integrations (doors) with their installed hosts.
 
-A door's check is a module with a function `check(say) -> bool`, which calls `say` with each line of its report, returns whether
-all is right, and raises ImportError where the host is not installed.
+The check of an integration is a module with a function `check(say) -> bool`, which passes each line of its report to `say`,
+returns whether all is right, and raises ImportError if the host is not installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import testing
 
 
 def doors() -> dict[str, str]:
-    """The module of each door's check, by the door's name."""
+    """The module of each integration's check, by the integration's name."""
     package = Path(__file__).parent
     found = {
         path.stem.removeprefix("_check_"): f"integrations.{path.stem}"
@@ -39,9 +39,9 @@ def shares_of_allowed(
     grad: Tensor,
     setting: AbstractContextManager[object] | None = None,
 ) -> list[float]:
-    """The errors of `call`'s result and of the inputs' gradients for `grad`, each as a share of what testing.allowed_error
-    allows; inf where a result is not finite. `plain` is the same in plain torch, which is run in float64 and in the inputs'
-    dtype. `call`, forward and backward, runs inside `setting`."""
+    """The errors of `call`'s result and of the inputs' gradients for `grad`, each divided by the error that
+    testing.allowed_error allows; inf if a result is not finite. `plain` is the same function in plain torch, run in float64 and
+    in the inputs' dtype. `call` runs inside `setting`, forward and backward."""
 
     def run(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         leaves = [t.to(dtype).requires_grad_() for t in inputs]
@@ -58,15 +58,15 @@ def shares_of_allowed(
 
 
 def main(names: list[str]) -> int:
-    """Runs the checks of these doors. Returns the exit code: 1 where one is wrong or its host is not installed, 2 for a door
-    that does not exist."""
+    """Runs the checks of these integrations. Returns the exit code: 1 if one fails or its host is not installed, 2 for an
+    unknown name."""
     known = doors()
     unknown = [name for name in names if name not in known]
     if unknown:
         print(f"check: {unknown[0]!r} is not one of {', '.join(known)}", file=sys.stderr)
         return 2
     wrong = []
-    is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes one speaks
+    is_first = os.environ.get("RANK", "0") == "0"  # one of torchrun's processes prints
 
     def say(line: str) -> None:
         if is_first:

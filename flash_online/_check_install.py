@@ -1,8 +1,7 @@
 """`python -m flash_online check`: a smoke test of an installed package, which needs neither pytest nor a compiler.
 
-Every public function runs forward and backward on the CPU, and on the GPU where there is one that this build's kernels take, in
-float32, bfloat16 and float16. The results are compared with those of flash_online.reference in float64, by the tolerance of
-flash_online.testing.
+Every public function runs forward and backward on the CPU, and on a GPU that this build's kernels support, in float32, bfloat16
+and float16. The results are compared with flash_online.reference in float64, within the tolerance of flash_online.testing.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from . import _info, _policy, reference, testing
 from ._policy import strict
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SINGLE = ("sinks", "alibi_slopes", "lses")  # these stay float32 beside inputs of 16 bits
-CONSTANT = ("weight", "alibi_slopes")  # no gradient is asked for
+SINGLE = ("sinks", "alibi_slopes", "lses")  # stay float32 with 16-bit inputs
+CONSTANT = ("weight", "alibi_slopes")  # no gradient is computed
 INFERENCE = ("kvcache_attention", "cascade_attention", "cache_append")  # without gradients
 
 
@@ -140,7 +139,7 @@ def attention_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]
 
 
 def override_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]:
-    """The calls of torch.nn.functional's functions that override() replaces, as far as this torch has them."""
+    """The calls of the functions of torch.nn.functional that override() replaces, if this torch has them."""
     rows, target = torch.randn(48, 500, generator=generator), torch.randint(500, (48,), generator=generator)
     query, key, value = torch.randn(3, 2, 4, 60, head_dim, generator=generator)
     hidden, head = torch.randn(48, 64, generator=generator), torch.randn(500, 64, generator=generator) * 0.3
@@ -155,7 +154,7 @@ def override_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]:
     yield from (call for call in calls if call.replaced in flash_online.functional.ORIGINALS)
 
 
-# --- One call beside the reference ------------------------------------------------------------------------------------------
+# --- One call compared with the reference -----------------------------------------------------------------------------------
 
 
 def _is_floating(value) -> bool:
@@ -169,8 +168,8 @@ def _narrow(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _run(
     function: Callable, inputs: dict[str, Any], dtype: torch.dtype | None, seed: int, gradients: bool = True
 ) -> dict[str, Tensor]:
-    """The results of a function and, with `gradients`, those of its inputs, by name. Every floating input is cast to `dtype`;
-    None casts none. Equal seeds give equal gradients of the results."""
+    """The results of a function and, with `gradients`, the gradients of its inputs, by name. Floating inputs are cast to
+    `dtype` unless it is None. Equal seeds give equal gradients of the results."""
     leaves = {n: t if dtype is None or not _is_floating(t) else t.to(dtype) for n, t in inputs.items()}
     wanted = [n for n, t in leaves.items() if _is_floating(t) and n not in CONSTANT and gradients]
     leaves |= {n: leaves[n].detach().requires_grad_() for n in wanted}
@@ -202,15 +201,15 @@ class Deviation:
 
 
 def compare(call: Call, dtype: torch.dtype, device: str) -> Deviation:
-    """The deviation that comes closest to what is allowed, of a call's results and gradients; AssertionError if one is beyond
-    it."""
+    """The deviation closest to its limit, among a call's results and gradients. Raises AssertionError if one exceeds its
+    limit."""
     inputs = {
         n: tree_map_only(Tensor, lambda t, n=n: _narrow(n, t, dtype).to(device), value) for n, value in call.inputs.items()
     }
     threads = torch.get_num_threads()
     with strict():
         ours = _run(call.ours, inputs, None, 1, call.function not in INFERENCE)
-    # The rest is many small operations of torch, whose threads wait for each other wherever a processor is busy.
+    # The reference runs many small torch operations, and on a busy processor their threads would wait for each other.
     torch.set_num_threads(1)
     try:
         return _worst_deviation(call, inputs, ours, dtype)
@@ -226,13 +225,13 @@ def _worst_deviation(call: Call, inputs: dict[str, Any], ours: dict[str, Tensor]
     worst = Deviation(0.0, 1.0)
     for name, result in ours.items():
         if not result.is_floating_point():
-            assert torch.equal(result, truth[name]), f"{name}: other indices than the reference's"
+            assert torch.equal(result, truth[name]), f"{name}: expected the reference's indices, got others"
             continue
-        # An lse beside inputs of 16 bits has the precision of float32, except for that of rounded logits. The gradient of a
-        # float32 input has not: it is summed from products of 16 bits.
+        # With 16-bit inputs an lse has the precision of float32, unless its logits were rounded. The gradient of a float32
+        # input does not: it is a sum of 16-bit products.
         rounding = result.dtype if name.startswith("result") else dtype
         theirs = single if rounding == torch.float32 and call.function != "linear_cross_entropy" else plain
-        # The terms of a loss are about 1; the gradient of a sink is a sum of 140 of them, and may itself be near 0.
+        # The terms of a loss are about 1. The gradient of a sink is a sum of 140 such terms, and may be near 0.
         magnitude = 1.0 if result.numel() < 64 else 0.0
         magnitude = 12.0 if name == "gradient of sinks" else magnitude
         testing.assert_close_to_float64(result, theirs[name], truth[name], rounding, name=name, magnitude=magnitude)
@@ -246,14 +245,14 @@ def _worst_deviation(call: Call, inputs: dict[str, Any], ours: dict[str, Tensor]
 
 
 def why_no_cuda() -> str | None:
-    """Why the GPU is left out; None where it is not."""
+    """Returns why the GPU is skipped, or None if it is not."""
     if not torch.cuda.is_available():
         return "no GPU is visible to torch"
     if not _policy.ON_CUDA:
         return "this build has no CUDA kernels"
     try:
         architectures = _info.build_info()["architectures"]
-    except ImportError:  # without the introspection module the kernels themselves will tell
+    except ImportError:  # without the introspection module the kernels report it
         return None
     return _info.why_not_on(torch.cuda.get_device_capability(), architectures)
 
@@ -270,7 +269,7 @@ def main() -> int:
     """Runs the check. Returns the exit code of the process: 1 if a call fails."""
     start = time.perf_counter()
     print(f"flash_online {_info.version()}, torch {torch.__version__}, {_info.processor()}")
-    print("Each function forward and backward beside float64: the error nearest to what is allowed, and what is allowed.\n")
+    print("Each function, forward and backward, compared with float64: the error closest to its limit, and the limit.\n")
     print(f"{'function':21} {'device':7}" + "".join(f"{str(dtype)[6:]:22}" for dtype in DTYPES))
     generator = torch.Generator().manual_seed(1805_02867)
     groups: dict[str, list[Call]] = {}
@@ -290,9 +289,7 @@ def main() -> int:
                 for call in calls:
                     try:
                         deviations.append(compare(call, dtype, device))
-                    except (
-                        Exception
-                    ) as problem:  # whatever a broken installation raises, the other functions are still of interest
+                    except Exception as problem:  # a broken installation may raise anything: go on with the other functions
                         failures.append(f"{call.describe(dtype, device)}\n  {type(problem).__name__}: {problem}")
                 worst = max(deviations, key=lambda d: d.share, default=None)
                 cells.append("FAILED" if len(failures) > before else f"{worst.error:.1e} of {worst.allowed:.1e}")

@@ -1,9 +1,9 @@
-"""`checked()`: inside it the host reads the numbers that else the device alone reads, and checks them.
+"""`checked()`: inside it the host reads and checks values that otherwise only the device reads.
 
-Off by default: no call waits for the device, and starts, lengths, tables and targets that make no sense are harmless to memory,
-but not to results. Callers ask `_checked.active`, and whether something is being compiled, before they call a check. A check
-reads nothing where there are no numbers: of tensors on meta, fake ones and those of torch.vmap, in torch.jit.trace and make_fx,
-and while a CUDA graph is captured. Each raises InvalidArgument with the argument's name.
+Off by default, so that no call waits for the device. Without checks, invalid starts, lengths, tables and targets cause no
+invalid memory access, but wrong results. Callers test `_checked.active`, and that nothing is being compiled, before they call a
+check. A check does nothing if there are no values to read: for tensors on meta, fake tensors and tensors of torch.vmap, in
+torch.jit.trace and make_fx, and while a CUDA graph is captured. Each raises InvalidArgument with the argument's name.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from ._ops import InvalidArgument, OutOfRange
 _depth = 0 if os.environ.get("FLASH_ONLINE_CHECKED", "0") in ("", "0") else 1
 _lock = threading.Lock()
 active = _depth > 0
-"""Whether calls are checked. A module's attribute, so that a call pays for one look at it."""
+"""True if calls are checked. A module attribute, so that the test costs a call one lookup."""
 
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Inside the block the host reads what else the device alone reads, and an error names the argument that makes no sense.
+    """Inside the block the host checks values that otherwise only the device reads; an error names the invalid argument.
 
-    Read are the starts of packed sequences (`cu_seqlens_*`: from 0 on, ascending, up to the number of rows, and no sequence
+    It checks the starts of packed sequences (`cu_seqlens_*`: ascending from 0 to at most the number of rows, and no sequence
     longer than `max_seqlen_*`), `seqused_*`, lengths (`cache_seqlens`: 0 up to the capacity, new keys included), `leftpad`,
-    `cache_batch_idx`, `slots` (rows of the pool, or -1 for a row that is skipped; none twice), the entries of `block_table`
-    that a sequence's keys lie in, positions beyond a rotary table, rows of the cache that two sequences would write, and the
-    targets of the losses (on CUDA before the kernel's device assert). Rows of no sequence after the last one are legal, unless
-    the starts would fit as lengths.
+    `cache_batch_idx`, `slots` (rows of the pool, or -1 for a row that is skipped; no duplicates), the entries of `block_table`
+    for a sequence's keys, positions beyond a rotary table, rows of the cache that two sequences would write, and the targets of
+    the losses (on CUDA before the kernel's device assert). Padding rows after the last sequence are legal, unless the starts
+    would also fit as lengths.
 
-    It is for finding errors: each call waits for the device. Nothing is read while a CUDA graph is captured, under
-    torch.compile, nor of tensors without numbers. It holds for all threads; blocks nest. The environment variable
-    FLASH_ONLINE_CHECKED=1, which is read once on import, has the effect of a block around the whole program.
+    Use it to find errors: each call waits for the device. Nothing is checked while a CUDA graph is captured, under
+    torch.compile, or for tensors without data. It applies to all threads; blocks nest. The environment variable
+    FLASH_ONLINE_CHECKED=1, read once on import, acts as a block around the whole program.
     """
     _change(1)
     try:
@@ -59,7 +59,7 @@ def _change(by: int) -> None:
 
 
 def _reading(check: Callable[..., None]) -> Callable[..., None]:
-    """The check, unseen by torch's modes and transforms; nothing at all where numbers cannot be read."""
+    """The check, hidden from torch's modes and transforms; it does nothing if values cannot be read."""
 
     @functools.wraps(check)
     def guarded(*args: Any, **kwargs: Any) -> None:
@@ -77,12 +77,12 @@ _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAK
 
 
 def _read(tensor: Tensor | None) -> Tensor | None:
-    """The tensor's numbers on the CPU; None where it has none that can be read now."""
+    """The tensor's values on the CPU; None if they cannot be read now."""
     if type(tensor) not in (Tensor, Parameter):
         return None
     while torch._C._functorch.is_gradtrackingtensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # those of vmap are many at once
+    if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # under vmap it is many tensors
         return None
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
@@ -102,9 +102,9 @@ def _shown(numbers: list[int]) -> str:
 
 
 def _lengths(name: str, starts: list[int], rows: int | None, longest: int | None = None, longest_name: str = "") -> list[int]:
-    """The lengths of the sequences that begin at `starts`. Raises unless these ascend from 0, up to at most `rows` (None: not
-    known), and no length is over `longest`. Rows of no sequence may follow, unless the numbers, taken for lengths, fit as they
-    are: that is what a forgotten sum looks like, where lengths ascend."""
+    """The lengths of the sequences that begin at `starts`. Raises unless the starts ascend from 0 to at most `rows` (None:
+    unknown), and no length exceeds `longest`. Padding rows may follow, unless the starts would fit as lengths: then the caller
+    probably forgot the cumulative sum of ascending lengths."""
     lengths = [end - begin for begin, end in itertools.pairwise(starts)]
     disordered = starts[0] != 0 or any(length < 0 for length in lengths)
     are_lengths = sum(starts) == rows and (disordered or starts[-1] < rows and max(starts) == longest)
@@ -124,7 +124,7 @@ def _lengths(name: str, starts: list[int], rows: int | None, longest: int | None
 def check_packed(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, queries: int, keys: int
 ) -> None:
-    """The starts of packed sequences of so many queries and keys."""
+    """Checks the starts of packed sequences with these total numbers of queries and keys."""
     sides = (("q", cu_seqlens_q, max_seqlen_q, queries), ("k", cu_seqlens_k, max_seqlen_k, keys))
     for side, tensor, longest, rows in sides:
         starts = _list(tensor)
@@ -134,7 +134,7 @@ def check_packed(
 
 @_reading
 def check_used(name: str, used: Tensor | None, starts_name: str, starts: Tensor) -> None:
-    """How many rows of each packed sequence count."""
+    """Checks the number of used rows of each packed sequence."""
     counts, begins = _list(used), _list(starts)
     if counts is not None and begins is not None:
         _in_range(name, counts, 0, _lengths(starts_name, begins, None), f"the sequence's rows in {starts_name}")
@@ -156,7 +156,8 @@ def check_pools(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, query: Tensor,
     table: Tensor, seqused_k: Tensor | None, key_pool: Tensor, window_left: int | None,
 ) -> None:  # fmt: skip
-    """varlen_attention's arguments over pages, whose keys' lengths are seqused_k, else cu_seqlens_k's differences."""
+    """Checks varlen_attention's arguments over pages. The lengths of the keys are seqused_k, else the differences of
+    cu_seqlens_k."""
     counts = _counts("cu_seqlens_q", query, cu_seqlens_q, table.shape[0], max_seqlen_q)
     keys, name = _list(seqused_k), "seqused_k"
     if seqused_k is None:
@@ -200,9 +201,9 @@ def check_cached(
     where, key_cache: Tensor, query: Tensor | None, key: Tensor | None, query_starts: Tensor | None, longest: int | None,
     new_starts: Tensor | None, embedding, advance: bool = True, window_left: int | None = None,
 ) -> None:  # fmt: skip
-    """Arguments of kvcache_attention and of cache_append at ends of sequences: queries from their starts on, if packed, and new
-    keys likewise. `where` is a Where, `embedding` a RotaryEmbedding; `advance`: query i stands i positions after the first.
-    With window_left pages before every query's window are not looked at."""
+    """Checks the arguments of kvcache_attention, and of cache_append at the ends of sequences. Packed queries and packed new
+    keys come with their starts. `where` is a Where, `embedding` a RotaryEmbedding; `advance`: query i is i positions after the
+    first. With window_left, pages before every query's window are not checked."""
     lengths = _list(where.lengths)
     batch = _sequences(where, query, query_starts, key, new_starts)
     new = _counts("cu_seqlens_new", key, new_starts, batch)
@@ -243,7 +244,7 @@ def check_cached(
 
 
 def _sequences(where, query, query_starts, key, new_starts) -> int:
-    """How many sequences there are."""
+    """The number of sequences."""
     for starts in (query_starts, new_starts):
         if starts is not None:
             return starts.shape[0] - 1
@@ -254,7 +255,7 @@ def _sequences(where, query, query_starts, key, new_starts) -> int:
 
 
 def _counts(name: str, rows: Tensor | None, starts: Tensor | None, batch: int, longest: int | None = None):
-    """How many of these rows each sequence has; None where its starts cannot be read."""
+    """The number of these rows in each sequence; None if the starts cannot be read."""
     if rows is None:
         return [0] * batch
     if starts is None:
@@ -264,7 +265,7 @@ def _counts(name: str, rows: Tensor | None, starts: Tensor | None, batch: int, l
 
 
 def _check_written_once(table: Tensor | None, rows: list[int], begins: list[int], ends: list[int], page: int) -> None:
-    """Raises where two sequences would write their new keys to one place."""
+    """Raises if two sequences would write their new keys to one row of the cache."""
     numbers, seen = _list(table), {}
     for n, (row, begin, end) in enumerate(zip(rows, begins, ends, strict=True)):
         for position in range(begin, end):
@@ -273,25 +274,25 @@ def _check_written_once(table: Tensor | None, rows: list[int], begins: list[int]
             if other != n:
                 name = "cache_batch_idx" if rows[other] == row else "block_table"
                 raise InvalidArgument(
-                    f"{name}: expected a place of its own for each new key, got block {place[0]}, row {place[1]} for "
+                    f"{name}: expected a separate row for each new key, got block {place[0]}, row {place[1]} for "
                     f"sequences {other} and {n}"
                 )
 
 
 def _check_positions(embedding, old: list[int], steps: list[int]) -> None:
-    """Raises where rows are rotated by positions that the table lacks."""
+    """Raises if rows are rotated by positions outside the table."""
     firsts = old if embedding.offsets is None else _list(embedding.offsets)
     for n, (first, count) in enumerate(zip(firsts or [], steps, strict=False)):
         last, most = first + count - 1, embedding.cosines.shape[0] - 1
         if count and not 0 <= first <= last <= most:
             raise InvalidArgument(
-                f"rotary: expected positions 0 to {most}, those of its table, got {first} to {last} for sequence {n}"
+                f"rotary: expected positions 0 to {most}, as in its table, got {first} to {last} for sequence {n}"
             )
 
 
 @_reading
 def check_slots(slots: Tensor, key_cache: Tensor, embedding) -> None:
-    """cache_append's places in the pool."""
+    """Checks cache_append's rows in the pool."""
     numbers = _list(slots)
     if numbers is None:
         return
@@ -301,7 +302,7 @@ def check_slots(slots: Tensor, key_cache: Tensor, embedding) -> None:
             raise InvalidArgument(f"slots: expected 0 to {rows - 1}, a row of the pool, or -1, got {slot} for row {n}")
         other = seen.setdefault(slot, n)
         if slot >= 0 and other != n:
-            raise InvalidArgument(f"slots: expected a place of its own for each row, got {slot} for rows {other} and {n}")
+            raise InvalidArgument(f"slots: expected a separate slot for each row, got {slot} for rows {other} and {n}")
     if embedding is not None:
         _check_positions(embedding, [], [int(slot >= 0) for slot in numbers])
 
@@ -311,7 +312,7 @@ def check_slots(slots: Tensor, key_cache: Tensor, embedding) -> None:
 
 @_reading
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Class indices; whatever else a target is, it holds no index."""
+    """Checks class indices; a floating target holds none."""
     if target.is_floating_point():
         return
     numbers = _read(target)

@@ -1,4 +1,4 @@
-"""Checks of single arguments. Each raises an error whose message begins with the argument's name."""
+"""Checks of single arguments. Each error's message begins with the argument's name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ._ops import FLOATING, InvalidArgument, UnsupportedDtype, is_known
 
 
 def is_empty(sizes) -> bool:
-    """Whether one of the sizes is known to be 0."""
+    """Returns whether one of the sizes is known to be 0."""
     if not torch.compiler.is_compiling():
         return 0 in sizes
     return any(is_known(size == 0) for size in sizes)
 
 
 def differ(sizes, others) -> bool:
-    """Whether two lists of sizes are known to differ."""
+    """Returns whether two lists of sizes are known to differ."""
     if not torch.compiler.is_compiling():
         return tuple(sizes) != tuple(others)
     return len(sizes) != len(others) or any(is_known(a != b) for a, b in zip(sizes, others, strict=True))
@@ -50,26 +50,26 @@ def check_flag(name: str, flag) -> None:
 
 
 def check_device(name: str, tensor: Tensor | None, other_name: str, other: Tensor) -> None:
-    """Raises InvalidArgument unless a tensor is on the device of another. Subclasses of Tensor are not looked at."""
+    """Raises InvalidArgument unless two tensors are on one device. Subclasses of Tensor are not checked."""
     if type(tensor) is Tensor and type(other) is Tensor and tensor.device != other.device:
-        raise InvalidArgument(f"{name}: on {tensor.device}, expected {other_name}'s device {other.device}")
+        raise InvalidArgument(f"{name}: expected {other_name}'s device {other.device}, got {tensor.device}")
 
 
 def check_floating(name: str, dtype: torch.dtype) -> None:
     """Raises UnsupportedDtype unless the kernels compute on `dtype`."""
     if dtype not in FLOATING:
-        raise UnsupportedDtype(f"{name}: dtype {dtype}, expected float16, bfloat16, float32 or float64")
+        raise UnsupportedDtype(f"{name}: expected dtype float16, bfloat16, float32 or float64, got {dtype}")
 
 
 def check_int(name: str, number) -> int:
-    """`number` as an int. Raises TypeError for a bool, a Tensor, and whatever has no __index__."""
+    """`number` as an int. Raises TypeError for a bool, a Tensor, and objects without __index__."""
     if isinstance(number, int) and not isinstance(number, bool):  # tested first: under Dynamo the int may be symbolic
         return number
     if isinstance(number, (bool, Tensor)) or not hasattr(number, "__index__"):
         raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
     try:
         return operator.index(number)
-    except TypeError:  # an array of several elements has one all the same
+    except TypeError:  # an array of several elements has __index__, which raises
         raise TypeError(f"{name}: expected an int, got {type(number).__name__}") from None
 
 
@@ -82,7 +82,7 @@ def check_index(name: str, number, *, any_rank: bool = False) -> int:
         return int(number)
     number = check_int(name, number)
     if not -_BEYOND_64_BITS <= number < _BEYOND_64_BITS:
-        raise InvalidArgument(f"{name}: got {number}; accepted are integers of 64 bits")
+        raise InvalidArgument(f"{name}: expected an int of 64 bits, got {number}")
     return number
 
 
@@ -91,8 +91,8 @@ _BEYOND_64_BITS = 1 << 63
 
 
 def check_float(name: str, number) -> float:
-    """`number` as a float. Raises TypeError for a string, and whatever has no __float__; for a tensor that has dimensions or a
-    derivative too, as torch does: none would reach it."""
+    """`number` as a float. Raises TypeError for a string and for objects without __float__; also, as torch does, for a tensor
+    with dimensions, or with a derivative, which would be lost."""
     if isinstance(number, float):
         return number
     if isinstance(number, str) or not hasattr(number, "__float__"):
@@ -101,7 +101,7 @@ def check_float(name: str, number) -> float:
         if number.dim():
             raise TypeError(f"{name}: expected a float, got a tensor of shape {list(number.shape)}")
         if number.requires_grad or has_tangent(number):
-            raise TypeError(f"{name}: expected a float, got a tensor with a derivative, which the number would not have")
+            raise TypeError(f"{name}: expected a float, got a tensor with a derivative, which would be lost")
     try:
         return float(number)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -109,20 +109,20 @@ def check_float(name: str, number) -> float:
 
 
 def has_tangent(tensor: Tensor) -> bool:
-    """Whether forward-mode AD gave the tensor a tangent."""
+    """Returns whether the tensor has a tangent of forward-mode AD."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def none_as_zero(number):
-    """A number that a config may leave out as None (final_logit_softcapping): none of it, as 0 is."""
+    """The number, or 0 for None, with which a config turns an option off (final_logit_softcapping)."""
     return 0.0 if number is None else number
 
 
 def check_softcap(softcap) -> float:
-    """`softcap` as a float. Raises InvalidArgument unless it is 0 (none) or a finite number above."""
+    """`softcap` as a float. Raises InvalidArgument unless it is 0 (none) or positive and finite."""
     softcap = check_float("softcap", none_as_zero(softcap))
     if not softcap >= 0 or softcap == math.inf:
-        raise InvalidArgument(f"softcap: got {softcap}; accepted are 0 (none) and finite numbers above")
+        raise InvalidArgument(f"softcap: expected 0 (none) or a positive finite number, got {softcap}")
     return softcap
 
 
@@ -130,7 +130,7 @@ _PYTHON_TYPES = {float: torch.float64, int: torch.int64, bool: torch.bool, compl
 
 
 def check_dtype(dtype) -> torch.dtype | None:
-    """The dtype of a result, for which Python's own types stand too, as in torch; None as it is. Raises TypeError."""
+    """The dtype of a result. Python's types stand for dtypes, as in torch; None stays None. Raises TypeError."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     if not isinstance(dtype, type) or dtype not in _PYTHON_TYPES:
@@ -142,5 +142,5 @@ def check_dim(dim, rank: int) -> int:
     """`dim` counted from 0. A scalar (rank 0) counts as one dimension, as everywhere in torch. Raises IndexError."""
     dim, rank = check_index("dim", dim), max(rank, 1)
     if not -rank <= dim < rank:
-        raise IndexError(f"dim: {dim} is out of range, expected {-rank} to {rank - 1}")
+        raise IndexError(f"dim: expected {-rank} to {rank - 1}, got {dim}")
     return dim % rank

@@ -1,5 +1,5 @@
-"""`python -m flash_online demo`: attention, softmax and cross-entropy beside torch's in error, time and memory, and a small
-transformer trained through both.
+"""`python -m flash_online demo`: compares error, time and memory of attention, softmax and cross-entropy with torch's, and
+trains a small transformer with both.
 
 Writes training.png (two loss curves, memory over length) and demo.json (every number printed) into the output folder.
 """
@@ -78,7 +78,7 @@ class Measurement:
     provider: str
     error: float  # the largest of (max|result - truth| / max|truth|) over the output and the gradients; truth in float64
     seconds: float  # forward and backward, median
-    extra_bytes: int  # at most held by torch's allocator beyond the inputs: output and gradients included
+    extra_bytes: int  # peak of torch's allocator beyond the inputs; output and gradients included
 
 
 @dataclass
@@ -142,7 +142,7 @@ def attention_problem(length: int, device: str, generator: torch.Generator) -> P
 
 
 def by_autograd(function):
-    """A function (inputs, grad) -> [output, *gradients], by torch's autograd."""
+    """A function (inputs, grad) -> [output, *gradients], using torch's autograd."""
 
     def truth(inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
         leaves = [t.detach().requires_grad_() for t in inputs]
@@ -257,7 +257,7 @@ def print_table(results: list[Measurement]) -> None:
 
 
 class CharacterTransformer(nn.Module):
-    """A decoder-only transformer that takes all its functions from the module `functional`: torch's, or ours in its place."""
+    """A decoder-only transformer that takes all its functions from the module `functional`: torch's or ours."""
 
     def __init__(self, functional, characters: int, context: int, width: int = 96, heads: int = 3, layers: int = 3):
         super().__init__()
@@ -383,11 +383,11 @@ def main(arguments: Sequence[str] = ()) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for training.png and demo.json")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the best with kernels")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if it has kernels")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096], help="of the attention table")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096], help="for attention")
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each measurement, three calls at least")
-    parser.add_argument("--steps", type=int, default=300, help="of each training")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each training")
     parser.add_argument(
         "--training-seconds", type=float, default=240, help="the most for torch's training; ours takes as many steps"
     )
@@ -398,7 +398,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     if options.quick:
         options.lengths, options.steps, options.seconds = [n for n in options.lengths if n <= 1024], min(options.steps, 40), 0.1
     progress = require_extras()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler behind the memory meter writes two lines per call
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler that measures memory writes two lines per call
     options.out.mkdir(parents=True, exist_ok=True)
     plan = plan_measurements(options.lengths)
     step = Steps(len(plan) + 3)
@@ -453,6 +453,6 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def python_command() -> str:
-    """How to call this Python from the current folder: by the path from here where it lies below."""
+    """The command for this Python: a relative path if it lies below the current folder."""
     python, here = Path(sys.executable), Path.cwd()
     return str(python.relative_to(here) if python.is_relative_to(here) else python)

@@ -14,15 +14,15 @@ from ._ops import LIBRARY
 
 def build_info() -> dict:
     """Facts about the build of the library: version, torch_target, compiler, cuda_compiler, architectures, head_dims,
-    instruction_sets, and cpu, the instruction set chosen for this processor. Raises ImportError where the introspection module
-    is not built for this Python."""
+    instruction_sets, and cpu, the instruction set chosen for this processor. Raises ImportError if the introspection module is
+    not built for this Python."""
     from . import _introspect
 
     return _introspect.build_info(str(LIBRARY))
 
 
 def version() -> str:
-    """The version that is compiled into the library; if that is not known, the installation's metadata, which may be older."""
+    """The version compiled into the library; if unknown, the version in the installation's metadata, which may be older."""
     try:
         return build_info()["version"]
     except ImportError:
@@ -35,7 +35,7 @@ def version() -> str:
 
 
 def processor() -> str:
-    """The name of the CPU; that of its architecture where the system does not tell."""
+    """The name of the CPU, or of its architecture if the system does not report it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -45,7 +45,7 @@ def processor() -> str:
 
 
 def why_not_on(capability: tuple[int, int], architectures: list[str]) -> str | None:
-    """Why a GPU of this compute capability cannot run kernels built for these architectures; None where it can."""
+    """Returns why a GPU of this compute capability cannot run kernels built for these architectures, or None if it can."""
     if capability < (8, 0):
         return "older than compute capability 8.0"
     for architecture in architectures:

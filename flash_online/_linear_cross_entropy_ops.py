@@ -5,13 +5,13 @@ A chunk holds some rows of input and all classes, so that its loss needs no seco
 from there one product makes the rows of grad_input, and another adds to grad_linear_weight. Gradients computed in the forward
 pass take three products of 2 N H C floating point operations in all; gradients computed in the backward pass take four,
 because the logits are computed again. Chunks of rows with the gradient in the forward pass follow Liger Kernel
-(arXiv 2410.10989, section 3.2). That the logits need no memory is the observation of Cut Cross-Entropy (arXiv 2411.09009),
-whose fused kernels compute them twice.
+(arXiv 2410.10989, section 3.2). Cut Cross-Entropy (arXiv 2411.09009) observed that the logits need no memory; its fused kernels
+compute them twice.
 
-`scale` multiplies the logits and, in the backward pass, their gradient, inside the products (alpha of BLAS): it takes no pass
-of its own. `softcap` c makes c tanh(logits / c) of them. Plain torch operations do that over a block of a chunk's rows at a
-time, in the accumulator's dtype: the capped logits, their softmax and the product with tanh's derivative, and only the last is
-rounded to the dtype of the products. A block also bounds the two tables that this needs.
+`scale` multiplies the logits and, in the backward pass, their gradient, inside the products (alpha of BLAS), without a separate
+pass. `softcap` c replaces them with c tanh(logits / c). Plain torch operations compute the capped logits, their softmax and the
+product with tanh's derivative in the accumulator's dtype, over a block of a chunk's rows at a time; only the last is rounded to
+the dtype of the products. The block size also bounds the two tables that this needs.
 
 Names: N rows of input, H elements per row (the hidden size), C classes, P positions (the K dimensions of torch's K-dimensional
 loss, flattened; 1 without them). columns = C * P is the number of logits per row.
@@ -26,13 +26,13 @@ from ._ops import _fragment, _no_flops, _one_by_one, _register, accumulator_of, 
 
 # Bytes of a chunk of logits. On a GPU a chunk has 2048 rows for a vocabulary of 128k in 16 bits: products long enough for
 # cuBLAS. Each chunk also reads and writes the gradient of linear_weight, at less than a tenth of the cost of its product.
-# Tensors on meta, which have no numbers, are cut as on a GPU.
+# Tensors on meta are cut as on a GPU.
 _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20, "meta": 512 << 20}
 _ROW_UNIT = 128  # the rows of a chunk are a multiple of this, as matrix kernels have tiles of 128 rows
 # Alignment of rows of logits, for any C: TMA and vector loads need 16 bytes.
 _PITCH_BYTES = {"cpu": 1, "cuda": 128, "meta": 128}
 _CAP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20, "meta": 64 << 20}  # of a block of capped logits, in the accumulator's dtype
-_CAP_ROWS = {"cpu": 1, "cuda": 128, "meta": 128}  # its least rows: on a GPU about one row of cross-entropy per SM
+_CAP_ROWS = {"cpu": 1, "cuda": 128, "meta": 128}  # its minimum of rows: on a GPU about one row of cross-entropy per SM
 _NONE_WANTED = (False,) * 4  # of the gradients of input, linear_weight, linear_bias and target
 _MAX_ROUNDINGS = 8  # of a 16-bit gradient of linear_weight, which each chunk rounds once; see docs/design/decisions.md
 
@@ -47,7 +47,7 @@ def chunk_plan(
     chunks = -(-rows // max_rows)
     accumulate = False
     if grad_in_16_bits and chunks > _MAX_ROUNDINGS:
-        # Fewer, longer chunks keep the number of roundings in bounds, and so does an accumulator: take what needs less memory.
+        # Fewer, longer chunks and an accumulator both bound the number of roundings: take the one that needs less memory.
         longer = _round_up(-(-rows // _MAX_ROUNDINGS), _ROW_UNIT)
         if (longer - max_rows) * row_bytes <= 4 * columns * hidden:
             chunks = _MAX_ROUNDINGS
@@ -67,13 +67,13 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def common_dtype(dtype: torch.dtype, target: Tensor) -> torch.dtype:
-    """The dtype that logits in `dtype` are promoted to beside this target, as in torch: that of probabilities counts too."""
+    """The dtype that logits in `dtype` are promoted to with this target, as in torch: the dtype of probabilities counts too."""
     return torch.promote_types(dtype, target.dtype) if target.is_floating_point() else dtype
 
 
 def scratch_bytes(call) -> int:
-    """Bytes that a raw operator allocates beside its results, without the scratch of the kernels it calls. `call` has the
-    operator's arguments as attributes."""
+    """Bytes that a raw operator allocates in addition to its results, without the scratch memory of the kernels it calls.
+    `call` has the operator's arguments as attributes."""
     input, linear_weight, target, dtype = call.input, call.linear_weight, call.target, call.dtype
     classes, positions, hidden = linear_weight.shape
     columns = classes * positions
@@ -106,7 +106,7 @@ def _product(out: Tensor, a: Tensor, b: Tensor, scale: float, bias: Tensor | Non
     elif scale == 1:
         torch.mm(a, b, out=out)
     else:
-        torch.addmm(out, a, b, beta=0, alpha=scale, out=out)  # with beta=0 the old numbers are not read
+        torch.addmm(out, a, b, beta=0, alpha=scale, out=out)  # with beta=0 the old values are not read
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float, first: bool) -> None:
@@ -127,14 +127,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float, first: bool)
 
 
 def _empty_rows(input: Tensor, positions: int, accumulator: torch.dtype, forward: bool, argmax: bool) -> tuple[Tensor, ...]:
-    """loss, lse and row_weight, and argmax, [N, P] each; without elements where they are not asked for."""
+    """loss, lse, row_weight and argmax, [N, P] each; empty if not requested."""
     sizes = [input.shape[0], positions]
     rows = (input.new_empty(sizes if forward else [0], dtype=accumulator) for _ in range(3))
     return *rows, input.new_empty(sizes if argmax else [0], dtype=torch.int64)
 
 
 def _empty_gradients(tensors, wanted):
-    """A contiguous tensor for each wanted gradient, and one without elements for each other."""
+    """A contiguous tensor for each wanted gradient, and an empty one for each unwanted gradient."""
 
     def empty(tensor, want):
         return tensors[0].new_empty([0]) if tensor is None else tensor.new_empty(tensor.shape if want else [0])
@@ -142,7 +142,7 @@ def _empty_gradients(tensors, wanted):
     return tuple(empty(tensor, want) for tensor, want in zip(tensors, wanted, strict=True))
 
 
-# An operator's own kernel calls others without derivatives.
+# The kernel of an operator calls other operators without derivatives.
 _cross_entropy, _logsumexp = below_autograd(ops.cross_entropy_forward), below_autograd(ops.logsumexp_forward)
 _cross_entropy_backward_in_place = below_autograd(ops.cross_entropy_backward_)
 
@@ -154,9 +154,9 @@ def with_z_gradient(grad_lse: Tensor | None, lse_factor: Tensor, lse: Tensor) ->
 
 
 def _rows_in_place(scores, options, cotangents, forward, target_grad):
-    """((loss, lse, row_weight) of the logits `scores` [n, C, P], the gradient of lse, that of the targets), None for what is
-    not asked for. The gradient of the logits overwrites them, unless `cotangents` is None. `options` are the arguments of
-    cross_entropy_forward after the first, `cotangents` grad_loss, grad_lse and lse_factor."""
+    """((loss, lse, row_weight) of the logits `scores` [n, C, P], the gradient of lse, the gradient of the targets), None for
+    what is not requested. The gradient of the logits overwrites them, unless `cotangents` is None. `options` are the arguments
+    of cross_entropy_forward after the first, `cotangents` grad_loss, grad_lse and lse_factor."""
     if cotangents is None:
         return _cross_entropy(scores, *options), None, None
     grad_loss, grad_lse, lse_factor = cotangents
@@ -171,22 +171,22 @@ def _rows_in_place(scores, options, cotangents, forward, target_grad):
 
 class _Cap:
     """softcap * tanh(quotients) of a block of at most `rows` rows, and the gradient through it, in `dtype`. The quotients are
-    logits / softcap; the product makes them, so that no pass divides."""
+    logits / softcap, computed by the matrix product, so that no separate pass divides."""
 
     def __init__(self, softcap: float, input: Tensor, rows: int, columns: int, dtype: torch.dtype, in_place: bool):
         pitch = _pitch(columns, dtype, input.device.type)
-        self.softcap, self.in_place = softcap, in_place  # in_place: `dtype` is that of the logits
+        self.softcap, self.in_place = softcap, in_place  # in_place: `dtype` is the logits' dtype
         self.tanh, *self.scores = (input.new_empty([rows, pitch], dtype=dtype)[:, :columns] for _ in range(2 - in_place))
 
     def apply(self, quotients: Tensor) -> Tensor:
-        """The capped logits [n, columns] of quotients: in their place, if in_place."""
+        """The capped logits [n, columns] of quotients, which they overwrite if in_place."""
         tanh = self.tanh[: quotients.shape[0]]
         torch.tanh(quotients, out=tanh) if self.in_place else tanh.copy_(quotients).tanh_()
         return torch.mul(tanh, self.softcap, out=quotients if self.in_place else self.scores[0][: quotients.shape[0]])
 
     def differentiate(self, grad: Tensor, no_grad: Tensor | None, logits: Tensor) -> None:
-        """Writes the gradient of the logits, not of the quotients, over what the last `apply` got. `grad` [n, C, P] is that of
-        the capped ones, no_grad [n, P] says which rows have a gradient of 0 whatever their logits hold."""
+        """Overwrites the argument of the last `apply` with the gradient of the logits, not of the quotients. `grad` [n, C, P]
+        is the gradient of the capped logits; no_grad [n, P] marks rows with gradient 0 whatever their logits hold."""
         tanh = self.tanh[: logits.shape[0]].unflatten(1, grad.shape[1:])
         if no_grad is not None:
             tanh.masked_fill_(no_grad.unsqueeze(1), 0)  # as 0 * NaN is NaN
@@ -200,7 +200,7 @@ def _run(
     grad_loss=None, grad_lse=None, lse_factor=None, wanted=_NONE_WANTED, argmax=False,
 ):  # fmt: skip
     """The loop over chunks that the three operators share: (loss, lse, row_weight, argmax, the four gradients). Results that
-    are not asked for have no elements: the first three without `forward`, argmax, each gradient that is not in `wanted`."""
+    are not requested are empty: the first three without `forward`, argmax, each gradient that is not in `wanted`."""
     (rows, hidden), (classes, positions, _) = input.shape, linear_weight.shape
     columns, device = classes * positions, input.device.type
     common, indexed = common_dtype(dtype, target), not target.is_floating_point()
@@ -280,12 +280,12 @@ def _run(
 # input [N, H], linear_weight [C, P, H], linear_bias [C, P], target int64 [N, P] or probabilities [N, C, P], weight [C] in the
 # accumulator's dtype; input, linear_weight and linear_bias in any floating dtype; the products run in `dtype`. loss, lse,
 # row_weight, grad_loss, grad_lse and lse_factor: [N, P] in the accumulator's dtype. `wanted` says which gradients of (input,
-# linear_weight, linear_bias, target) are computed, each in its tensor's dtype; the others have no elements.
+# linear_weight, linear_bias, target) are computed, each in its tensor's dtype; unwanted gradients are empty.
 #
 # The backward operator adds lse_factor * lse to grad_lse: that is the gradient of a loss with a term in lse^2. The step
 # operator does both passes at once, for a grad_loss and an lse_factor that are known beforehand. `scale` and `softcap` (0:
 # none) make the logits softcap * tanh(scale * (input linear_weight^T + linear_bias) / softcap). argmax: int64 [N, P], the class
-# of the largest logit, or without elements.
+# of the largest logit, or empty.
 
 _ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, int ignore_index, "
@@ -352,7 +352,7 @@ def _define(name: str, schema: str, run, fake, flops) -> None:
 
 
 def _define_overloads(name: str, schema: str) -> None:
-    """Defines an operator as csrc/ops/operators.h does: the overload that has a derivative first."""
+    """Defines an operator as csrc/ops/operators.h does: first the overload that has a derivative."""
     for overload in (name, f"{name}.below_autograd"):
         _fragment.define(f"{overload}{schema}")
 
@@ -384,8 +384,8 @@ _define(
     _gradient_flops,
 )
 
-# tensor *= factor, where factor is one number in float32 or wider: mul_ would round it to tensor's dtype first, which biases
-# all elements alike. With a factor of 1, the usual case (loss.backward()), our CUDA kernel reads the factor and nothing else.
+# tensor *= factor, where factor is a scalar in float32 or wider: mul_ would round it to tensor's dtype first, which biases all
+# elements alike. With a factor of 1, the usual case (loss.backward()), our CUDA kernel reads the factor and nothing else.
 _define_overloads("scale_", "(Tensor(a!) tensor, Tensor factor) -> ()")
 
 
@@ -403,7 +403,7 @@ def _scale_on_cuda(tensor, factor):
 
 
 def _scale_vmap(info, in_dims, tensor, factor):
-    raise NotImplementedError("scale_: vmap over what is scaled in place")
+    raise NotImplementedError("scale_: expected a call outside vmap, as it writes in place, got one inside")
 
 
 _implement("scale_", _scale_on_cpu, "CPU")

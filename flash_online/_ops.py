@@ -1,6 +1,6 @@
 """Loads the library and registers with torch what each raw operator needs beyond its kernels: the shape, strides and dtype of
 its results (fakes, for torch.compile and export), its rule under `torch.func.vmap`, and its count of floating point operations.
-The order of operators is that of csrc/ops/library.cpp, which documents them.
+The operators are in the order of csrc/ops/library.cpp, which documents them.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ class OutOfRange(InvalidArgument, IndexError):
 
 
 class UnsupportedDtype(InvalidArgument, NotImplementedError):
-    """A dtype that no kernel takes. It is a NotImplementedError too, which torch raises for most such dtypes."""
+    """A dtype that no kernel takes. Also a NotImplementedError, which torch raises for most such dtypes."""
 
 
 def load_library() -> None:
     """Loads libflash_online.so, once per process; its operators register themselves with torch's dispatcher. Raises ImportError
-    where torch is too old or the library is missing."""
+    if torch is too old or the library is missing."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
-        raise ImportError(f"flash_online: torch is {torch.__version__}; 2.11 or newer is needed")
+        raise ImportError(f"flash_online: expected torch 2.11 or newer, got {torch.__version__}")
     if hasattr(torch.ops.flash_online, "attention_forward"):  # loaded by a C++ program, or by an import that failed later
         return
     if not LIBRARY.exists():
         raise ImportError(
-            f"flash_online: {LIBRARY.name} is missing beside {Path(__file__).name}: the package is not built. In a checkout, "
+            f"flash_online: {LIBRARY.name} is missing next to {Path(__file__).name}: the package is not built. In a checkout, "
             "build it with `pip install -e . --no-build-isolation` (or `pip install .`)"
         )
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
-        raise ImportError(f"flash_online: {LIBRARY} does not load beside torch {torch.__version__}; build it again") from error
+        raise ImportError(f"flash_online: {LIBRARY} does not load with torch {torch.__version__}; build it again") from error
 
 
 load_library()
@@ -59,19 +59,19 @@ ops = torch.ops.flash_online
 
 def below_autograd(operator) -> Callable:
     """The operator without its derivative (csrc/ops/operators.h), as a callable that passes its arguments straight to torch's
-    dispatcher. It looks for no __torch_function__, which plain tensors do not have, and is 0.5 to 1 microseconds shorter."""
+    dispatcher. It skips the test for __torch_function__, which plain tensors do not have, and saves 0.5 to 1 microseconds."""
     return functools.partial(torch._C._dispatch_call_boxed, operator.below_autograd._handle)
 
 
 def call_below(operator, *arguments):
-    """The operator that graphs hold, with no derivative here: at the level of torch.func that is at work."""
+    """Calls the overload that graphs hold, without a derivative at the current level of torch.func."""
     with torch._C._AutoDispatchBelowAutograd():
         return operator.default(*arguments)
 
 
 def direct_call(operator) -> Callable:
-    """`below_autograd` for an operator that has no derivative, also while Dynamo traces the call, and where torch.func
-    transforms it: the rule of vmap is the other overload's."""
+    """`below_autograd` for an operator that has no derivative. While Dynamo traces the call and under torch.func it calls the
+    other overload, which has the vmap rule."""
     below, default = below_autograd(operator), operator.default
 
     def call(*arguments):
@@ -82,7 +82,7 @@ def direct_call(operator) -> Callable:
 
 
 def without_autocast(function: Callable) -> Callable:
-    """The function with autocast off, whatever the device."""
+    """The function with autocast off on every device."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -93,8 +93,8 @@ def without_autocast(function: Callable) -> Callable:
 
 
 def surfaced(error: RuntimeError, *inputs) -> RuntimeError:
-    """The error that stands for one of a raw operator with these inputs: torch.OutOfMemoryError where a GPU's memory did not
-    suffice. The stable ABI that the operators are built on passes on neither the types of torch's errors nor their messages."""
+    """The error to raise for an error of a raw operator with these inputs: torch.OutOfMemoryError if the GPU ran out of memory.
+    The stable ABI that the operators use passes on neither the types nor the messages of torch's errors."""
     if isinstance(error, torch.OutOfMemoryError) or not _FAILED_ALLOCATION.search(str(error)):
         return error
     device = next((value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda), None)
@@ -109,14 +109,14 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtyp
 
 
 def accumulator_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, lse, class weights, ALiBi slopes and sinks beside operands of `dtype`."""
+    """The dtype of sums, lse, class weights, ALiBi slopes and sinks for operands of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_known(condition) -> bool:
-    """Whether a condition on sizes holds, as far as a tracer knows: it must not make a number of a size that it keeps open.
+    """Returns whether a condition on sizes is known to hold. It does not specialize sizes that a tracer keeps symbolic.
 
-    Where the data alone knows a size, no condition on it is known; the operators check what they are run with."""
+    Conditions on data-dependent sizes are unknown; the operators check these sizes when they run."""
     if not torch.compiler.is_compiling() and isinstance(condition, (bool, Tensor)):  # torch.jit.trace's sizes are tensors
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -125,8 +125,9 @@ def is_known(condition) -> bool:
 
 
 def dense_strides_in_order(sizes, strides) -> list[int]:
-    """Strides of a dense tensor of these sizes whose dimensions lie in memory in the order of `strides`, outermost first.
-    Dimensions of stride 0 or of equal stride keep their order. csrc/ops/tensor.h has this rule under the same name."""
+    """Strides of a dense tensor of these sizes, with its dimensions in memory in the order of `strides`, outermost first.
+    Dimensions of stride 0 or of equal stride keep their order. The function of this name in csrc/ops/tensor.h has the same
+    rule."""
     order = list(range(len(sizes)))
     for i in range(1, len(order)):
         for j in range(i, 0, -1):
@@ -152,8 +153,8 @@ def _accumulator(like: Tensor, sizes) -> Tensor:
 
 
 def _register(name: str, fake, vmap, flops, get_raw: bool = False) -> None:
-    """Registers the fake, vmap and flops functions of an operator, and gives graphs and dispatch modes the overload that has a
-    derivative in place of the one that has none. get_raw: `flops` gets tensors rather than their shapes."""
+    """Registers the fake, vmap and flops functions of an operator, and makes graphs and dispatch modes use the overload that
+    has a derivative. get_raw: `flops` gets tensors rather than their shapes."""
     packet = getattr(ops, name)
     for overload in (name, f"{name}.below_autograd"):
         torch.library.register_fake(f"flash_online::{overload}", fake, lib=_fragment, allow_override=True)
@@ -166,7 +167,7 @@ def _register(name: str, fake, vmap, flops, get_raw: bool = False) -> None:
 
 
 def _no_flops(*args, out_shape=None, **kwargs) -> int:
-    return 0  # torch counts matrix products alone
+    return 0  # torch counts only matrix products
 
 
 # --- vmap -------------------------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ def _front(tensor: Tensor | None, dim: int | None, size: int, expand: bool = Tru
 
 
 def _one_by_one(op, info, in_dims, args):
-    """Calls the operator once per index of the mapped dimension and stacks the results: the vmap rule where the operator has no
+    """Calls the operator once per index of the mapped dimension and stacks the results: the vmap rule of operators without a
     batch dimension that could hold the mapped one."""
 
     def pick(arg, dim, index):
@@ -194,7 +195,7 @@ def _one_by_one(op, info, in_dims, args):
 
     dims = in_dims if isinstance(in_dims, tuple) else tuple(in_dims)
     if info.batch_size == 0:
-        raise NotImplementedError(f"{op}: vmap over a dimension of size 0")
+        raise NotImplementedError(f"{op}: expected vmap over a dimension of size 1 or more, got size 0")
     results = [op(*(pick(a, d, i) for a, d in zip(args, dims, strict=True))) for i in range(info.batch_size)]
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0
@@ -238,8 +239,8 @@ def _tensor_dims(in_dims) -> AttentionTensors:
 
 
 def _products(query, key, value) -> tuple[int, int]:
-    """Multiply-adds of query key^T and of weights times value, over all heads and all pairs of query and key: torch too counts
-    the pairs that a causal mask hides."""
+    """Multiply-adds of query key^T and of weights times value, over all heads and all pairs of query and key, including pairs
+    that a causal mask hides, as torch counts."""
     pairs = key[-2]
     for size in query[:-1]:
         pairs = pairs * size
@@ -358,7 +359,7 @@ def _attention_varlen_forward_vmap(info, in_dims, *args):
 
 
 def _varlen_lengths(cu_seqlens: Tensor, max_seqlen: int) -> list[int]:
-    """The length of each sequence; max_seqlen for all where cu_seqlens has no data, as while compiling. Torch counts so too."""
+    """The length of each sequence; max_seqlen for all if cu_seqlens has no data, e.g. while compiling, as torch counts."""
     if isinstance(cu_seqlens, FakeTensor) or cu_seqlens.device.type == "meta":
         return [max_seqlen] * (cu_seqlens.shape[0] - 1)
     return [min(max(length, 0), max_seqlen) for length in cu_seqlens.diff().tolist()]
@@ -432,13 +433,13 @@ def _attention_cached_in_place_fake(out, query, key_cache, value_cache, lengths,
 
 def _no_vmap(name: str):
     def refuse(info, in_dims, *args):
-        raise NotImplementedError(f"flash_online::{name} has no rule for vmap: its batch dimension is that of the cache")
+        raise NotImplementedError(f"flash_online::{name}: expected no vmap, as its batch is the cache's, got a call inside one")
 
     return refuse
 
 
 def _attention_cached_flops(query, key_cache, value_cache, lengths, left, rows, block_table, *rest, out_shape=None, **kwargs):
-    """With as many keys as the cache has room for: where they are fewer, the device alone knows."""
+    """Counts the cache's capacity, since only the device knows the lengths."""
     keys = key_cache[2] * (1 if block_table is None else block_table[1])
     rows = math.prod(query[:-1])
     return 2 * rows * keys * (query[-1] + value_cache[-1])
@@ -586,7 +587,7 @@ def _unfold(tensor: Tensor, size: int) -> Tensor:
 
 
 def _cross_entropy_folds(input_dim, target_dim, weight_dim, target) -> bool:
-    """Whether folding copies no large operand: one that is not mapped would have to be repeated."""
+    """Returns whether folding copies no large operand: an operand that is not mapped would be repeated."""
     return input_dim is not None and weight_dim is None and (target_dim is not None or not target.is_floating_point())
 
 
@@ -629,7 +630,7 @@ _FEW_LOSSES = 8192  # kFewLosses in csrc/cuda/rows/rows.h
 def _cross_entropy_loss_fake(input, target, weight, ignore_index, label_smoothing, mean, dtype):
     rows = math.prod(_without(input.shape, 1))
     if input.device.type == "cpu":
-        kept = 3 * rows  # of a row: its loss, its weight and its lse
+        kept = 3 * rows  # per row: loss, weight and lse
     else:
         kept = 2 * rows if rows <= _FEW_LOSSES else 0
     return input.new_empty([], dtype=dtype), _accumulator(input, [kept + 1])
@@ -663,7 +664,7 @@ def _cross_entropy_backward_in_place_fake(
 
 def _cross_entropy_backward_in_place_vmap(info, in_dims, *args):
     if in_dims[2] is None:
-        raise NotImplementedError("cross_entropy_backward_: vmap with an input that is not mapped, which it writes to")
+        raise NotImplementedError("cross_entropy_backward_: expected vmap over input, which it overwrites, got one without it")
     return _one_by_one(ops.cross_entropy_backward_.default, info, in_dims, args)
 
 

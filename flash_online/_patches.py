@@ -1,7 +1,7 @@
-"""Who stands in torch.nn.functional: torch's own functions, ours, or somebody else's, torch's context_parallel above all.
+"""Detects who has patched torch.nn.functional, torch's context_parallel in particular.
 
-context_parallel replaces scaled_dot_product_attention by a wrapper that makes each rank's shard a DTensor. A function that
-stands in the wrapper's place, or is called beside it, gets a plain tensor: it would attend to the shard alone, and say nothing.
+context_parallel replaces scaled_dot_product_attention with a wrapper that makes each rank's shard a DTensor. A function that
+replaces the wrapper, or is called without it, gets a plain tensor and would silently attend to the shard alone.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Iterator
 
 # The modules of torch's own functions: F.scaled_dot_product_attention is torch._C._nn's.
 _TORCHS = ("torch.nn.functional", "torch._C._nn")
-_MOST_LAYERS = 100  # an object may make up attributes without end
+_MOST_LAYERS = 100  # an object may generate attributes without end
 
 
 def is_torchs(function: object) -> bool:
-    """Whether this is one of torch's own functions, and no wrapper around one."""
+    """Returns whether this is one of torch's own functions, not a wrapper around one."""
     return isinstance(function, types.FunctionType | types.BuiltinFunctionType) and _home(function) in _TORCHS
 
 
 def shards(function: object, *replaced: object) -> bool:
-    """Whether this is a wrapper of torch.distributed, or holds one around one of the `replaced` functions. A wrapper that only
-    happens to hold another function of torch.distributed, such as get_rank, does not count."""
+    """Returns whether this is a wrapper of torch.distributed, or holds one around one of the `replaced` functions. Holding
+    another function of torch.distributed, such as get_rank, does not count."""
     if _is_distributed(function):
         return True
     for layer in _layers(function):
@@ -33,7 +33,7 @@ def shards(function: object, *replaced: object) -> bool:
 
 
 def describe(function: object) -> str:
-    """A function by its name and the module that its code is in, for messages."""
+    """The function's name and the module of its code, for messages."""
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     return f"{name.rpartition('<locals>.')[2]} of {_home(function)}"
 
@@ -43,7 +43,7 @@ def _is_distributed(function: object) -> bool:
 
 
 def _home(function: object) -> str:
-    """The name of the module whose code a function is. functools.wraps copies __module__, but not __globals__."""
+    """The name of the module that defines a function. functools.wraps copies __module__, but not __globals__."""
     while isinstance(function, functools.partial | types.MethodType):
         function = function.func if isinstance(function, functools.partial) else function.__func__
     if isinstance(function, types.FunctionType):
@@ -52,7 +52,8 @@ def _home(function: object) -> str:
 
 
 def _layers(function: object) -> Iterator[object]:
-    """A function and the callables that it holds at any depth: in a closure, a partial, a method or functools.wraps's note."""
+    """A function and the callables that it holds at any depth: in a closure, a partial, a method or the attribute that
+    functools.wraps sets."""
 
     def walk() -> Iterator[object]:
         seen, waiting = set(), [function]

@@ -1,5 +1,5 @@
-"""Decides whether our kernels or torch's own function run a call. Every call asks, and so does `explain`, so that the two
-cannot disagree; `strict` forbids torch's function. This module knows functions by their names alone and imports none of them.
+"""Decides whether our kernels or torch's own function run a call. Calls and `explain` share this decision, so that they cannot
+disagree; `strict` forbids torch's function. This module refers to functions by name and imports none of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import _ops  # noqa: F401  loads the library, whose kernels decide what runs where
+from . import _ops  # noqa: F401  loads the library: its kernels decide what runs where
 
 # The raw operator of each function; a function can run on the devices for which its operator has a kernel.
 OPERATORS = {
@@ -36,11 +36,11 @@ ON_CUDA = frozenset(
     for name, operator in OPERATORS.items()
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"flash_online::{operator}", "CUDA")
 )
-# Over cached keys there are no kernels for it; of torch's function, torch's own backward pass is faster (attention_float64.md).
+# Cached keys have no float64 kernels. For torch's function, torch's own backward pass is faster (attention_float64.md).
 _NO_FLOAT64_ON_CUDA = frozenset({"kvcache_attention", "cascade_attention", "cache_append", "scaled_dot_product_attention"})
 _OLDEST_GPU = 8  # major number of the compute capability
 
-_majors: dict[int, int] = {}  # major number of the compute capability per device index, as far as it was needed
+_majors: dict[int, int] = {}  # major number of the compute capability by device index, filled on demand
 _strict_depth = 0 if os.environ.get("FLASH_ONLINE_STRICT", "0") in ("", "0") else 1
 _lock = threading.Lock()
 
@@ -54,25 +54,25 @@ def _major(index: int) -> int:
     return major
 
 
-# What distributed.register_dtensor() sets: (function, number of the argument, DTensor, dim of the call) -> reason or None.
+# Set by distributed.register_dtensor(): (function, index of the argument, DTensor, dim of the call) -> reason or None.
 dtensor_refusal: Callable[[str, int, Tensor, Any], str | None] | None = None
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether this is a DTensor, told by its name: torch.distributed takes a while to import, and may be missing."""
+    """Returns whether this is a DTensor, by name: torch.distributed is slow to import, and may be missing."""
     return type(tensor).__name__ == "DTensor"
 
 
 def dropout_refusal(tensor: Tensor, dropout_p: float) -> str | None:
-    """Why attention does not take this query beside dropout; None where it does."""
+    """Returns why attention does not take this query with dropout, or None if it does."""
     if dropout_p > 0 and is_dtensor(tensor):
-        return "dropout_p: above 0 beside DTensors, on whose shards heads would draw the same numbers"
+        return f"dropout_p: expected 0 with DTensors, as all shards would draw the same bits, got {dropout_p}"
     return None
 
 
 def _subclass_refusal(tensor: Tensor, function: str, position: int, dim) -> str | None:
-    """Why our kernels do not take a subclass of Tensor; None where they do. Parameter and torch's internal subclasses (fake and
-    functional tensors) disable __torch_function__, and are taken."""
+    """Returns why our kernels do not take a subclass of Tensor, or None if they do. Parameter and torch's internal subclasses
+    (fake and functional tensors) disable __torch_function__, and are taken."""
     kind = type(tensor)
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
         return f"{kind.__name__} is a tensor subclass with its own __torch_function__"
@@ -86,8 +86,9 @@ def _subclass_refusal(tensor: Tensor, function: str, position: int, dim) -> str 
 def refusal(
     function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None, dim: Any = None, first: int = 0
 ) -> str | None:
-    """Why our kernels do not take these tensors, with the result in `dtype`; None where they do. `dim` is what the function
-    reduces, as far as the caller says it, and `first` the number of the first tensor among the function's arguments."""
+    """Returns why our kernels do not take these tensors, with the result in `dtype`, or None if they do. `dim` is the dimension
+    that the function reduces, if the caller gives it, and `first` the index of the first tensor among the function's
+    arguments."""
     for tensor in tensors:
         if tensor is None:
             continue
@@ -121,29 +122,29 @@ def refusal(
 
 
 def why_forwarded(function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None, dim: Any = None) -> str | None:
-    """Why a function that torch has too passes these tensors on to torch's; None where our kernels take them."""
+    """Returns why a function that torch has too forwards these tensors to torch's, or None if our kernels take them."""
     if in_onnx_export():
         return "torch.onnx.export is active: ONNX has torch's operators, and not ours"
     return refusal(function, *tensors, dtype=dtype, dim=dim)
 
 
 def in_onnx_export() -> bool:
-    """Whether torch.onnx.export is tracing this call."""
+    """Returns whether torch.onnx.export is tracing this call."""
     # torch.onnx takes two microseconds to answer; its exporters trace by torch.export or, the old one, by torch.jit.
     return (torch.compiler.is_compiling() or traced_by_jit() is not None) and torch.onnx.is_in_onnx_export()
 
 
-traced_by_jit = torch._C._get_tracing_state  # None where torch.jit.trace is not at work
+traced_by_jit = torch._C._get_tracing_state  # None outside torch.jit.trace
 
 
 def has_cuda_kernel(function: str, index: int) -> bool:
-    """Whether our kernels run the function on the CUDA device of this index, in all dtypes that it takes there."""
+    """Returns whether our kernels run the function on the CUDA device of this index, in all dtypes that it takes there."""
     return function in ON_CUDA and (_majors.get(index) or _major(index)) >= _OLDEST_GPU
 
 
 def require_kernel(function: str, *, dtype: torch.dtype | None = None, dim: Any = None, **tensors: Tensor | None) -> None:
-    """Raises NotImplementedError, with the name of the argument and the reason, where our kernels do not take these tensors or
-    results in `dtype`; for functions not in torch."""
+    """Raises NotImplementedError, with the argument's name and the reason, if our kernels do not take these tensors or results
+    in `dtype`. For functions that torch does not have."""
     for position, (name, tensor) in enumerate(tensors.items()):
         reason = refusal(function, tensor, dtype=dtype, dim=dim, first=position)
         if reason is not None:
@@ -151,34 +152,34 @@ def require_kernel(function: str, *, dtype: torch.dtype | None = None, dim: Any 
 
 
 def require_no_dropout(function: str, query: Tensor, dropout_p: float) -> None:
-    """Raises NotImplementedError where this query cannot have dropout."""
+    """Raises NotImplementedError if this query cannot have dropout."""
     reason = dropout_refusal(query, dropout_p)
     if reason is not None:
         raise no_kernel(function, reason)
 
 
 def no_kernel(function: str, reason: str) -> NotImplementedError:
-    """The error of a function that torch does not have, where our kernels refuse its tensors for `reason`."""
+    """The error of a function that torch does not have, if our kernels reject its tensors for `reason`."""
     return NotImplementedError(f"flash_online.{function}: {reason}")
 
 
 def forward_to_torch(function: str, reason: str, original: Callable, *args, **kwargs):
-    """Calls torch's own function because our kernels refuse the call for `reason`; raises RuntimeError under strict()."""
+    """Calls torch's own function because our kernels reject the call for `reason`; raises RuntimeError under strict()."""
     if strict_is_active():
         raise RuntimeError(f"{function}: would be forwarded to torch, which strict() forbids: {reason}")
     return original(*args, **kwargs)
 
 
 def strict_is_active() -> bool:
-    """Whether a call that would be forwarded to torch is an error."""
+    """Returns whether a call that would be forwarded to torch is an error."""
     return _strict_depth > 0
 
 
 class strict:
     """Inside the block a call that would be forwarded to torch raises RuntimeError with the reason.
 
-    It holds for all threads, since any thread may make a call; blocks nest, also across threads. The environment variable
-    FLASH_ONLINE_STRICT=1, which is read once on import, has the effect of a block around the whole program.
+    It applies to all threads; blocks nest, also across threads. The environment variable FLASH_ONLINE_STRICT=1, read once on
+    import, acts as a block around the whole program.
     """
 
     def __enter__(self) -> None:

@@ -1,8 +1,8 @@
 """Cached keys in plain torch: the part of `reference` that appends to caches and gathers the keys of a sequence from them.
-`reference` offers its public functions.
+`reference` exports its public functions.
 
-The host reads lengths, tables and starts here, and one sequence follows another. A contiguous cache is a paged one that has one
-page per sequence, so that one path serves both.
+The host reads lengths, tables and starts here, and processes one sequence at a time. A contiguous cache is treated as a paged
+one with one page per sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse beside inputs of `dtype`: float64 for float64, else float32."""
+    """The dtype of lse for inputs of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -48,17 +48,17 @@ def cache_append(
 
     key [B, Hkv, new, E] and value [B, Hkv, new, Ev], or [T, Hkv, E] and [T, Hkv, Ev] with `cu_seqlens_new`: row i of a sequence
     goes to position n_old + i, n_old = clamp(cache_seqlens, 0, capacity), and rows past the capacity are dropped. The caches
-    and `block_table` are those of `kvcache_attention`. With `slots` [T]: row t of key [T, Hkv, E] goes to row slots[t] of the
-    pool, whose block b and row r make slot b * page + r; slots outside the pool are skipped.
+    and `block_table` are as in `kvcache_attention`. With `slots` [T]: row t of key [T, Hkv, E] goes to row slots[t] of the
+    pool, where row r of block b is slot b * page + r; slots outside the pool are skipped.
 
     `rotary` = (cos, sin[, interleaved[, offsets]]), cos and sin [positions, width / 2], rotates the first `width` columns of
-    row i by its position n_old + i, or offsets[b] + i; with slots by offsets[t]. Positions past the table's end take its last
-    row. The pairs are column i with column i + width / 2, or neighbours if `interleaved`. `query` [B, Hq, L, E], or
-    [T, Hq, E] beside packed keys or slots, is rotated at the same positions and returned in its dtype; padding rows are 0.
+    row i by its position n_old + i, or offsets[b] + i; with slots by offsets[t]. Positions past the table's end use its last
+    row. The pairs are column i with column i + width / 2, or neighbours if `interleaved`. `query` [B, Hq, L, E], or [T, Hq, E]
+    with packed keys or slots, is rotated at the same positions and returned in its dtype; padding rows are 0.
 
     A cache holds the rows divided by `key_scale` and `value_scale` (float32, broadcastable to [B, Hkv], with slots to
     [T, Hkv]), rounded once to the nearest, ties to even; float8 saturates, infinities too, and NaN stays NaN. The arithmetic
-    before that is in float32, in float64 for a float64 key.
+    before that is in float32 (float64 for a float64 key).
 
     Raises RuntimeError if a tensor requires a gradient while gradients are on, ValueError for arguments that do not fit.
 
@@ -67,13 +67,13 @@ def cache_append(
     scales = (key_scale, value_scale)
     refuse_gradients(key, value, key_cache, value_cache, query, *scales, *(rotary or ())[:2])
     if (cache_seqlens is None) == (slots is None):
-        raise ValueError("cache_seqlens, slots: one of the two is needed, and not both")
+        raise ValueError(f"cache_seqlens, slots: expected one of the two, got {'none' if slots is None else 'both'}")
     if query is not None and rotary is None:
-        raise ValueError("query: it is taken to be rotated, which needs rotary")
+        raise ValueError("query: expected None without rotary, got a tensor to rotate")
     with torch.no_grad():
         if slots is not None:
             if block_table is not None or cu_seqlens_new is not None:
-                raise ValueError("slots: they replace block_table and cu_seqlens_new, got one of these too")
+                raise ValueError("slots: expected no block_table or cu_seqlens_new with slots, got one")
             return _append_at_slots(key, value, key_cache, value_cache, slots, rotary, query, scales)
         check_caches(key_cache, value_cache, key, value, cu_seqlens_new)
         count = key.shape[0] if cu_seqlens_new is None else len(cu_seqlens_new) - 1
@@ -96,9 +96,9 @@ def cache_append(
 def seen_keys(
     queries: int, keys: int, *, causal: bool, window: tuple[int | None, int | None] | None, alignment: str = "lower_right"
 ) -> tuple[int, int]:
-    """begin and end of the keys that `reference.visible` shows to any of the queries: the others are not to be read.
+    """(begin, end) of the keys that `reference.visible` shows to any of the queries; other keys must not be read.
 
-    With "lower_right" end is `keys`, and with "upper_left" begin is 0: keys cut off there keep the positions of the others.
+    With "lower_right" end is `keys`, and with "upper_left" begin is 0: cutting keys off there keeps the positions of the rest.
     """
     offset = keys - queries if alignment == "lower_right" else 0
     left, right = (None, None) if window is None else window
@@ -112,7 +112,7 @@ class Cache(NamedTuple):
     """The two caches as pools [blocks, Hkv, page, width], and the blocks in which each sequence of a call lies."""
 
     pools: tuple[Tensor, Tensor]
-    table: Tensor  # int64 [B, entries], on the host; -1 for what reads as zeros
+    table: Tensor  # int64 [B, entries], on the host; -1 for a block of zeros
     scales: list[Tensor | None]  # of keys and of values, [B, Hkv]
 
     @classmethod
@@ -121,7 +121,7 @@ class Cache(NamedTuple):
         table = torch.arange(blocks)[:, None] if block_table is None else block_table.cpu().long()
         if cache_batch_idx is None and len(table) < count:
             name = "key_cache" if block_table is None else "block_table"
-            raise ValueError(f"{name}: {len(table)} rows for {count} sequences, and no cache_batch_idx")
+            raise ValueError(f"{name}: expected {count} rows, one per sequence without cache_batch_idx, got {len(table)}")
         rows = torch.arange(count) if cache_batch_idx is None else cache_batch_idx.cpu().long()
         known = (rows >= 0) & (rows < len(table))
         own = table.new_full((count, table.shape[1]), -1)
@@ -135,7 +135,7 @@ class Cache(NamedTuple):
         return self.table.shape[1] * self.pools[0].shape[2]
 
     def places(self, sequence: int, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Which of the positions lie in a block, and the block and the row inside it of those that do."""
+        """A mask of the positions that lie in a block, and their blocks and the rows inside these."""
         page = max(self.pools[0].shape[2], 1)
         blocks = self.table[sequence, positions // page]
         inside = blocks >= 0
@@ -154,7 +154,8 @@ class Cache(NamedTuple):
         return read
 
     def append(self, keys: list[Tensor], values: list[Tensor], old: list[int], rotary: tuple | None) -> list[int]:
-        """Writes keys [Hkv, new, E] and values [Hkv, new, Ev] of each sequence behind its `old` rows; the new lengths."""
+        """Writes keys [Hkv, new, E] and values [Hkv, new, Ev] of each sequence after its `old` rows; returns the new
+        lengths."""
         ends = []
         for n, (begin, first, new) in enumerate(
             zip(old, first_positions(rotary, old), zip(keys, values, strict=True), strict=True)
@@ -176,7 +177,7 @@ def _append_at_slots(key, value, key_cache, value_cache, slots, rotary, query, s
     positions = None
     if rotary is not None:
         if len(rotary) < 4 or rotary[3] is None:
-            raise ValueError("rotary: beside slots it needs offsets, the positions of the rows")
+            raise ValueError("rotary: expected offsets, the positions of the rows, with slots, got none")
         positions = rotary[3].cpu().long()
     for pool, rows, scale, tables in zip((key_cache, value_cache), (key, value), scales, (rotary, None), strict=True):
         rows = rows.transpose(0, 1)
@@ -196,7 +197,7 @@ def rotate(rows: Tensor, positions: Tensor, rotary: tuple) -> Tensor:
     cos, sin = cos[at].to(rows.dtype), sin[at].to(rows.dtype)
     width = 2 * cos.shape[-1]
     if width > rows.shape[-1]:
-        raise ValueError(f"rotary: cos and sin rotate {width} columns, and there are {rows.shape[-1]}")
+        raise ValueError(f"rotary: expected cos and sin for at most {rows.shape[-1]} columns, got {width}")
     pairs, rest = rows[..., :width], rows[..., width:]
     x, y = (pairs[..., 0::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, dim=-1)
     rotated = x * cos - y * sin, x * sin + y * cos
@@ -210,15 +211,15 @@ def _stored(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         rows = rows.to(accumulator_dtype(rows.dtype))
         rows = rows / scale.to(rows.dtype)
     if dtype in FLOAT8:
-        # torch's own conversion makes NaN or inf of what is too large, in some versions.
+        # torch's own conversion turns too large values into NaN or inf in some versions.
         largest = torch.finfo(dtype).max
         rows = rows.to(accumulator_dtype(rows.dtype)).clamp(-largest, largest)
     return rows.to(dtype)
 
 
 def packed_rows(starts: Tensor, total: int, longest: int | None = None, used: Tensor | None = None) -> list[slice]:
-    """The rows of each packed sequence in a tensor of `total` rows, at most `longest` and at most used[n], which may hold
-    anything, as the starts may."""
+    """The rows of each packed sequence in a tensor of `total` rows, at most `longest` and at most used[n]. `starts` and `used`
+    may hold any values."""
     bounds = [min(max(start, 0), total) for start in starts.tolist()]
     most = [total if longest is None else longest] * (len(bounds) - 1)
     if used is not None:
@@ -227,7 +228,7 @@ def packed_rows(starts: Tensor, total: int, longest: int | None = None, used: Te
 
 
 def results_of(query: Tensor, width: int, starts: Tensor | None, longest: int | None):
-    """out and lse of rows that see nothing; and of each sequence query [Hq, L, E], and the views of out and lse to write."""
+    """out and lse of rows that see nothing, and for each sequence query [Hq, L, E] and the views of out and lse to write."""
     out = query.new_zeros(*query.shape[:-1], width)
     lse_shape = query.shape[:-1] if starts is None else query.shape[1::-1]
     lse = query.new_full(lse_shape, -math.inf, dtype=accumulator_dtype(query.dtype))
@@ -255,22 +256,22 @@ def clamped_lengths(cache_seqlens, leftpad, count: int, capacity: int) -> tuple[
 
 
 def first_positions(rotary: tuple | None, old: list[int]) -> list[int]:
-    """The position of each sequence's first new row, as rotary counts."""
+    """The rotary position of each sequence's first new row."""
     return old if rotary is None or len(rotary) < 4 or rotary[3] is None else rotary[3].tolist()
 
 
 def check_caches(key_cache, value_cache, key, value, cu_seqlens_new) -> None:
     if key_cache.shape[:3] != value_cache.shape[:3] or key_cache.dim() != 4:
         raise ValueError(
-            f"key_cache, value_cache: {list(key_cache.shape)} and {list(value_cache.shape)}, expected four dimensions, equal "
-            "but for the last"
+            f"key_cache, value_cache: expected four dimensions, equal except for the last, got {list(key_cache.shape)} and "
+            f"{list(value_cache.shape)}"
         )
     if (key is None) != (value is None):
-        raise ValueError("key, value: one of them is missing")
+        raise ValueError("key, value: expected both or none, got one of them")
     if key is not None and (key.dim() != (4 if cu_seqlens_new is None else 3) or key.shape[:-1] != value.shape[:-1]):
         raise ValueError(
-            f"key, value: {list(key.shape)} and {list(value.shape)}, expected four dimensions, or three with cu_seqlens_new, "
-            "equal but for the last"
+            "key, value: expected four dimensions, or three with cu_seqlens_new, equal except for the last, got "
+            f"{list(key.shape)} and {list(value.shape)}"
         )
 
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 X, M, KEPT, NEW, RESCALE, INK = "#8a8f98", "#1f4e8c", "#c9d8ec", "#f8dcb8", "#b5342b", "#22262b"
-MOST_LABELLED = 16  # numbers whose values, sums and factors have room to be written out
+MOST_LABELLED = 16  # with more numbers, values, sums and factors are not written out
 
-Step = tuple[float, float, float, float]  # x, m, d, factor, as the walk of _introspect has them
+Step = tuple[float, float, float, float]  # x, m, d, factor, as in _introspect's walk
 
 
 def rescales(walk: Sequence[Step]) -> list[int]:
-    """The steps at which the sum is rescaled: those whose number raises the maximum, once there is a sum to rescale."""
+    """The steps at which the sum is rescaled: the number raises the maximum, and there is a sum to rescale."""
     before = [-math.inf] + [m for _, m, _, _ in walk]
     return [i for i, (_, m, _, _) in enumerate(walk) if m > before[i] > -math.inf]
 
@@ -26,7 +26,7 @@ def draw(walk: Sequence[Step], dtype: str) -> Figure:
     The artists have names (`get_gid`): "x" and "-inf" for the scores, "m", "d", and in both axes "rescale", which has one
     segment for each rescale.
     """
-    # A Figure of its own and not pyplot's, so that no window system is asked for and no global state changes.
+    # Not pyplot's figure: a plain Figure needs no window system and changes no global state.
     figure = Figure(figsize=(min(max(8.0, 2.5 + 0.6 * len(walk)), 11), 6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     few = len(walk) <= MOST_LABELLED
@@ -93,7 +93,7 @@ def _draw_sum(axes, walk: Sequence[Step], few: bool) -> None:
 
 
 def _label_rescales(axes, walk: Sequence[Step], fired: Sequence[int], few: bool) -> None:
-    """Writes the factors beside their marks; in a long row only those that do not overlap the one before."""
+    """Writes the factors next to their marks; in a long row it skips factors that would overlap the previous one."""
     last = -math.inf
     for i in fired:
         if not few and i - last < len(walk) / 25:

@@ -53,7 +53,7 @@ class AttentionKeywords(TypedDict, total=False):
 
 
 class _DenseKeywords(AttentionKeywords, total=False):
-    """Those of attention."""
+    """The keywords of attention."""
 
     mask: Tensor | None
 
@@ -103,15 +103,15 @@ def attention(
         causal: query sees keys j <= p.
         window: (left, right), each an int >= 0 or None (no bound): query sees p - left <= j <= p + right.
         alignment: "upper_left" or "lower_right".
-        softcap: limits scores to (-softcap, softcap) by a tanh; 0 is none.
+        softcap: limits scores to (-softcap, softcap) with a tanh; 0 is none.
         alibi_slopes: `[Hq]` or `[..., Hq]`, positive slopes; no gradient.
         sinks: `[Hq]`, one logit per head that joins the denominator only; differentiable.
         dropout_p: probability that a weight is dropped, applied whenever > 0; draws one (seed, offset) from torch's default
             generator of the device.
         scale: 1 / sqrt(E) if None.
         return_lse: also return the logarithm of each query's denominator.
-        deterministic: True makes the backward pass repeat bit for bit; None follows
-            `torch.are_deterministic_algorithms_enabled()`. On the CPU the backward pass always repeats.
+        deterministic: True makes the backward pass reproducible bit for bit; None follows
+            `torch.are_deterministic_algorithms_enabled()`. On the CPU it always is.
 
     Returns:
         out `[..., Hq, L, Ev]` of query's dtype and order of strides; a query that sees nothing gets 0. With `return_lse`
@@ -147,9 +147,7 @@ def attention(
     query, key, value, mask, restore = canonicalize(query, key, value, mask)
     if alibi_slopes is not None:
         if broadcast("query, alibi_slopes", query.shape[:-2], alibi_slopes.shape) != query.shape[:-2]:
-            raise InvalidArgument(
-                f"alibi_slopes: got {list(alibi_slopes.shape)}; accepted are [Hq] and [..., Hq] of query's batch"
-            )
+            raise InvalidArgument(f"alibi_slopes: expected [Hq], or [..., Hq] of query's batch, got {list(alibi_slopes.shape)}")
         alibi_slopes = alibi_slopes.expand(query.shape[:-2])
     out, lse = attention_impl(
         query,
@@ -170,23 +168,22 @@ def attention(
     return (restore(out), restore(lse)) if return_lse else restore(out)
 
 
-# A call reaches the kernels by the first of these ways whose conditions hold. Each is a few microseconds shorter than the next.
+# A call takes the first of these paths that supports it. Each path is a few microseconds shorter than the next.
 #
-# | way                 | tensors                    | options               | derivatives                            |
+# | path                | tensors                    | options               | derivatives                            |
 # |---------------------|----------------------------|-----------------------|----------------------------------------|
-# | _run_inference      | those of try_fast_path     | causal, scale         | none                                   |
-# | _PlainAttention     | those of try_fast_path     | causal, scale         | by autograd, outside torch.func        |
-# | attention_inference | what canonicalize makes    | causal, scale         | none; the dispatcher's, where it asks  |
-# | _attention          | what canonicalize makes    | all                   | all                                    |
+# | _run_inference      | plain (try_fast_path)      | causal, scale         | none                                   |
+# | _PlainAttention     | plain (try_fast_path)      | causal, scale         | autograd, outside torch.func           |
+# | attention_inference | canonicalized              | causal, scale         | none, or the dispatcher's              |
+# | _attention          | canonicalized              | all                   | all                                    |
 
 
 def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, groups: bool) -> Tensor | None:
-    """Attention of plain tensors without options: one operator call, which takes 1 microsecond where all checks take 20.
+    """Attention of plain tensors without options: one operator call, which takes 1 microsecond instead of 20 for all checks.
 
     Plain tensors need no view and no cast: they are dense, of one floating dtype, on one device with kernels, of one rank >= 4
     and equal batch dimensions, and autocast, torch.func, tracers and TorchFunctionModes are off. Returns None for any other
-    call: the caller then goes the long way, which broadcasts or raises. `groups`: key and value may have fewer heads than
-    query.
+    call: the caller then runs all checks, and broadcasts or raises. `groups`: key and value may have fewer heads than query.
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
         return None
@@ -194,7 +191,7 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
         return None
     if _any_transforms() or forward_ad._current_level >= 0:  # eager_transforms_active, without its call
         return None
-    if query.is_nested or key.is_nested or value.is_nested:  # they have no shape
+    if query.is_nested or key.is_nested or value.is_nested:  # nested tensors have no shape
         return None
     dtype = query.dtype
     if not (dtype is key.dtype is value.dtype and dtype in FLOATING and query.layout is key.layout is value.layout is _STRIDED):
@@ -228,7 +225,7 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
 
 
 def _shapes_fit(shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, groups: bool) -> bool:
-    """Whether query, key and value of these shapes need no broadcasting, and their heads go together."""
+    """Returns whether query, key and value of these shapes need no broadcasting, and their heads fit."""
     if not 4 <= len(shape) == len(key_shape) == len(value_shape):
         return False
     if len(shape) == 4:  # usual, and three lists shorter
@@ -247,9 +244,8 @@ def _shapes_fit(shape: torch.Size, key_shape: torch.Size, value_shape: torch.Siz
 
 
 class _PlainAttention(torch.autograd.Function):
-    """Attention of the calls that `try_fast_path` takes, with `out` as its only output: autograd's bookkeeping costs time
-    per input and per output, and each step of `backward`, which on CUDA runs in a thread of autograd's own, costs more than
-    elsewhere.
+    """Attention for the calls of `try_fast_path`, with `out` as its only output: autograd's bookkeeping costs time per input
+    and per output, and Python in `backward`, which on CUDA runs in autograd's own thread, costs more than elsewhere.
     """
 
     @staticmethod
@@ -277,7 +273,7 @@ class _PlainAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None
 
 
-# For fast paths. What torch.export traces without Dynamo is no plain tensor.
+# For fast paths. Tensors that torch.export traces without Dynamo are not plain.
 is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _any_transforms, _traced_by_jit = torch._C._are_functorch_transforms_active, _policy.traced_by_jit
 _any_autocast_enabled, _any_function_mode = torch._C._is_any_autocast_enabled, torch._C._is_torch_function_mode_enabled
@@ -308,8 +304,8 @@ def attention_impl(
     rng: Tensor | None = None,
     operator: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of tensors in the form that `canonicalize` makes. Without `return_lse`, lse may be None. `rng` is the draw of
-    `draw_rng`, made here if None; `operator` is what computes it, `Attention` made differentiable if None."""
+    """(out, lse) of tensors in the form that `canonicalize` returns. Without `return_lse`, lse may be None. `rng` is the result
+    of `draw_rng`, drawn here if None; `operator` computes the result: the differentiable `Attention` if None."""
     accumulator = accumulator_of(query.dtype)
     left, right = window_bounds(window)
     tf32 = tf32_for(query)
@@ -338,13 +334,14 @@ def attention_impl(
 
 
 def tf32_for(query: Tensor) -> bool:
-    """Whether matrix products may round float32 further: only for float32 on CUDA, where torch's setting allows tf32."""
+    """Returns whether matrix products may round float32 further: only for float32 on CUDA, where torch's setting allows
+    tf32."""
     return query.is_cuda and query.dtype is torch.float32 and tf32_allowed()
 
 
 def tf32_allowed() -> bool:
-    """Whether torch.backends.cuda.matmul.fp32_precision is "tf32". allow_tf32 sets it too, but reading allow_tf32 raises where
-    both were set."""
+    """Returns whether torch.backends.cuda.matmul.fp32_precision is "tf32". allow_tf32 sets it too, but reading allow_tf32
+    raises if both were set."""
     return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
 
 
@@ -354,7 +351,7 @@ tf32_allowed._dynamo_marked_constant = True
 
 
 def operator_scale(query: Tensor, scale: float | None) -> float | None:
-    """`scale` as the raw operators take it. A graph leaves the usual one to them, so that it holds for any head dim."""
+    """`scale` as the raw operators take it. A graph leaves the default to them, so that it is valid for any head dim."""
     if scale is not None:
         return check_float("scale", scale)
     return None if torch.compiler.is_compiling() or _policy.traced_by_jit() is not None else default_scale(query.shape[-1])
@@ -446,12 +443,12 @@ class _AttentionTraining(Description):
 
 
 def plain_options(causal: bool, scale: float | None, tf32: bool) -> AttentionOptions:
-    """Those of a call without options but these."""
+    """The options of a call that has only these."""
     return AttentionOptions(-1, 0 if causal else -1, False, scale, 0.0, 0.0, tf32)
 
 
 def is_deterministic(asked: bool | None) -> bool:
-    """Whether the backward pass has to repeat bit for bit, for what the caller asked for."""
+    """Returns whether the backward pass must repeat bit for bit, given the caller's `deterministic`."""
     return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
@@ -459,7 +456,7 @@ class _AttentionBackward(Description):
     """The gradients of Attention's inputs, as a function of these inputs and of the gradients of out and lse:
     (grad_out, grad_lse, *AttentionTensors, out, lse, lse_low, options, mask_grad, deterministic) -> AttentionGradients.
 
-    out, lse and lse_low are arguments only to spare the kernel their recomputation: they have no derivatives of their own.
+    out, lse and lse_low are arguments only so that the kernel need not recompute them: they have no derivatives.
     """
 
     operator = ops.attention_backward
@@ -483,11 +480,11 @@ class _AttentionBackward(Description):
     @staticmethod
     def backward(ctx, *cotangents):
         # The map from inputs to gradients is the gradient of F = <out, grad_out> + <lse, grad_lse>. Its Jacobian in the inputs
-        # is the Hessian of F, which is symmetric, so that its product with cotangents is the derivative in their direction.
-        # The Jacobian in grad_out and grad_lse is the transpose of that of (out, lse): the products are d_out and d_lse.
+        # is the Hessian of F, which is symmetric, so that its product with cotangents is the derivative in their direction. The
+        # Jacobian in grad_out and grad_lse is the transpose of the Jacobian of (out, lse): the products are d_out and d_lse.
         grad_out, grad_lse, *tensors = ctx.saved_tensors
         tensors, cotangents = AttentionTensors(*tensors), AttentionGradients(*cotangents)
-        # The operator returns an empty tensor for a gradient that is not wanted; its tangent is None.
+        # The operator returns an empty tensor for an unwanted gradient; its tangent is None.
         tangents = AttentionTensors(
             cotangents.query,
             cotangents.key,

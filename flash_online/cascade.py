@@ -1,4 +1,4 @@
-"""Attention over cached keys that groups of sequences share, each of them read once per group."""
+"""Attention over cached keys that groups of sequences share; each group's keys are read once."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class CascadeLevel(NamedTuple):
-    """The keys of one level of `cascade_attention`: which queries share them, and where they lie.
+    """The keys of one level of `cascade_attention`: which queries share them, and where they are stored.
 
     Attributes:
         cu_seqlens_q: int32 `[groups + 1]`, ascending: group g has the query rows from `cu_seqlens_q[g]` up to
             `cu_seqlens_q[g + 1]`.
-        block_table: int32 `[groups, entries]`: the pages of each group's keys; one outside [0, blocks) is zeros.
-        cache_seqlens: int32 `[groups]`: how many keys each group has, any number from 0 on; an int for all.
-        max_seqlen_q: at least the rows of the largest group, whose rows beyond it have no keys in this level; None: all rows
-            of the query. A tight bound is worth giving: the kernel is chosen by it.
+        block_table: int32 `[groups, entries]`: the pages of each group's keys; a page outside [0, blocks) is zeros.
+        cache_seqlens: int32 `[groups]`: number of keys of each group, 0 or more; an int for all groups.
+        max_seqlen_q: at least the rows of the largest group; a group's rows beyond it have no keys in this level. None: all
+            rows of the query. The kernel is chosen by it, so a tight bound is faster.
     """
 
     cu_seqlens_q: Tensor
@@ -91,34 +91,35 @@ def cascade_attention(
     num_splits: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of packed queries over cached keys of which groups of sequences share a prefix, for inference.
+    """Exact attention of packed queries over cached keys, with prefixes that groups of sequences share, for inference.
 
-    A level gives neighbouring queries keys that they share: the first level a prompt that all begin with, the last one the keys
-    of each sequence. A query sees the keys of its group in every level, and in the last level those that `causal` allows, where
-    query i of a group of L over n keys stands at i + n - L, as in `kvcache_attention`. So the result is that of attention over
-    the keys of all levels one after another, as long as the last level holds the keys of the queries themselves. All queries
-    of a group are rows of one problem, which reads the group's keys once for many of them.
+    A level holds keys that groups of neighbouring queries share: the first level, for example, a common prompt, the last one
+    the keys of each sequence. A query sees the keys of its group in every level, in the last level only those that `causal`
+    allows, where query i of a group of L over n keys is at i + n - L, as in `kvcache_attention`. The result equals attention
+    over the concatenated keys of all levels, if the last level holds the keys of the queries themselves. The queries of a group
+    form one problem, which reads the group's keys once for many of them.
 
-    Lengths, tables and groups are read by the device alone, so that a CUDA graph can be replayed at others, and any values are
-    safe. Append new keys first (`cache_append`). There is no window and no ALiBi: what a query sees of a prefix would depend on
-    how many keys follow, which differs within a group; `kvcache_attention` over tables that repeat the prefix's pages has both.
+    Only the device reads lengths, tables and groups, so a CUDA graph can be replayed with other values, and any values are
+    safe. Append new keys first (`cache_append`). There is no window and no ALiBi: the visible part of a prefix would depend on
+    the number of keys after it, which differs within a group. For both, use `kvcache_attention` with tables that repeat the
+    prefix's pages.
 
     Args:
         query: packed `[Tq, Hq, E]`; float16, bfloat16, float32 or float64 (CPU). One row per sequence in a step of decoding.
         key_cache: a pool of pages `[blocks, Hkv, page, E]`, as in `kvcache_attention`: any strides, any page size, of query's
-            dtype, or float8 beside 16 bits. Hkv divides Hq. value_cache: the same, Ev wide.
-        levels: one `CascadeLevel` or more, from the keys that most queries share to those of each sequence; tuples are taken
-            too. A group without keys in some level is legal, and so are queries of no group there.
-        key_scale: float32, broadcastable to `[Hkv]`: keys count as this times what the pool holds; value_scale: values.
-        causal: whether queries in the last level see no keys behind their own position.
+            dtype, or float8 with a 16-bit query. Hkv divides Hq. value_cache: the same with width Ev.
+        levels: one `CascadeLevel` or more, from the keys that most queries share to each sequence's keys; tuples are taken too.
+            A level may have groups without keys, and queries in no group.
+        key_scale: float32, broadcastable to `[Hkv]`: factor of the stored keys; value_scale: factor of the values.
+        causal: hides keys of the last level after the query's position.
         softcap: as in `kvcache_attention`, and so is scale.
-        sinks: `[Hq]`, as in `kvcache_attention`. They count once, beside the keys of the last level; a query that is in none of
-            its groups has no sink.
-        num_splits: as in `kvcache_attention`, of each level by itself.
+        sinks: `[Hq]`, as in `kvcache_attention`. They count once, with the keys of the last level; a query in none of its
+            groups has no sink.
+        num_splits: as in `kvcache_attention`, for each level.
 
     Returns:
-        out `[Tq, Hq, Ev]` of query's dtype, the merge of the levels' results, each of which is rounded to this dtype; 0 where a
-        query sees nothing. With `return_lse` also lse `[Hq, Tq]`, float32 (float64 for float64): -inf there, or the sink.
+        out `[Tq, Hq, Ev]` of query's dtype, merged from the levels' results, each rounded to this dtype; 0 where a query sees
+        nothing. With `return_lse` also lse `[Hq, Tq]`, float32 (float64 for float64): there -inf, or the sink.
 
     Raises:
         InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above, or requires a gradient.
@@ -136,7 +137,7 @@ def cascade_attention(
     for name, tensor in (("key_scale", key_scale), ("value_scale", value_scale)):
         if isinstance(tensor, Tensor) and tensor.dim() > 1:
             raise InvalidArgument(
-                f"{name}: got {list(tensor.shape)}; accepted is what broadcasts to [Hkv], for all groups alike"
+                f"{name}: expected what broadcasts to [Hkv], as all groups share it, got {list(tensor.shape)}"
             )
     shared = {"key_scale": key_scale, "value_scale": value_scale, "softcap": softcap, "scale": scale, "num_splits": num_splits}
     last, outs, lses = len(levels) - 1, [], []
@@ -152,7 +153,7 @@ def cascade_attention(
 
 
 def _attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, n: int, level: CascadeLevel, **options):
-    """(out, lse) over the keys of level n. Errors about what it consists of name the level."""
+    """(out, lse) over the keys of level n. Errors about its fields name the level."""
     if not isinstance(level, (tuple, list)) or len(level) not in (3, 4):
         raise TypeError(f"levels[{n}]: expected a CascadeLevel, or a tuple of its 3 or 4 fields, got {type(level).__name__}")
     starts, table, lengths, longest = CascadeLevel(*level)

@@ -1,4 +1,4 @@
-"""Cross-entropy with class weights, label smoothing, probability targets and z-loss, by the online softmax: no table of
+"""Cross-entropy with class weights, label smoothing, probability targets and z-loss, using online softmax: no table of
 probabilities is stored, and first and second derivatives are in closed form. softmax.py explains the notation.
 """
 
@@ -137,7 +137,7 @@ class CrossEntropyBackward(Description):
 
 def _check_weight_is_constant(weight: Tensor | None) -> None:
     if is_differentiated(weight):
-        raise NotImplementedError("weight: expected constant class weights, got some that the call is differentiated in")
+        raise NotImplementedError("weight: expected constant class weights, got differentiated ones")
 
 
 class _RowTerms:
@@ -181,7 +181,7 @@ _cross_entropy_backward = differentiable(CrossEntropyBackward)
 def _loss(input, target, weight, ignore_index, label_smoothing, mean, dtype):
     """The reduced loss of differentiable rows."""
     loss, _, row_weight = ops.cross_entropy_forward.default(input, target, weight, ignore_index, label_smoothing)
-    # What the operator keeps for its backward pass, in the shape that the device decides.
+    # The values that the operator keeps for its backward pass; their shape depends on the device.
     _, numbers = call_below(ops.cross_entropy_loss, input, target, weight, ignore_index, label_smoothing, mean, dtype)
     total = loss.sum()
     if mean:
@@ -191,7 +191,7 @@ def _loss(input, target, weight, ignore_index, label_smoothing, mean, dtype):
 
 @composite(ops.cross_entropy_loss_backward)
 def _loss_backward(grad, numbers, input, target, weight, ignore_index, label_smoothing):
-    """The gradient of the reduced loss's input, by the differentiable gradient of rows."""
+    """The gradient of the reduced loss's input, from the differentiable gradient of rows."""
     rows = (grad.to(numbers.dtype) / numbers[-1]).expand(input.shape[:1] + input.shape[2:])
     arguments = (rows, None, input, target, weight, ignore_index, label_smoothing, False)
     grad_input, _ = ops.cross_entropy_backward.default(*arguments)
@@ -203,8 +203,8 @@ without_derivative(ops.cross_entropy_backward_, "it overwrites its input")
 
 class CrossEntropyLoss(Function):
     """(input, (target, weight, ignore_index, label_smoothing, mean, dtype)) -> the mean or the sum of CrossEntropy's losses, a
-    scalar of `dtype`, by one operator in each direction instead of six. It does not support torch.func, forward-mode AD, or a
-    gradient of the target or the weight, which autograd does not see: each input of its own costs time in both directions."""
+    scalar of `dtype`, with one operator in each direction instead of six. It does not support torch.func, forward-mode AD, or a
+    gradient of the target or the weight: they are not inputs for autograd, as each input costs time in both directions."""
 
     @staticmethod
     def forward(ctx, input, options):
@@ -233,7 +233,7 @@ def _reduced_loss(input, target, weight, *options) -> Tensor:
             return _apply_loss(unwrap_if_dead(input), (target, weight, *options))
         return _run_loss(input, target, weight, *options)[0]
     except RuntimeError as error:
-        check_index("ignore_index", options[0])  # the dispatcher's word for an int beyond 64 bits names no limit
+        check_index("ignore_index", options[0])  # the dispatcher's error for an int beyond 64 bits names no limit
         if "out of bounds" in str(error):
             raise IndexError(str(error)) from None
         raise surfaced(error, input) from None
@@ -245,7 +245,7 @@ _apply_loss = plain_apply(CrossEntropyLoss)
 
 def try_fast_cross_entropy(input, target, weight, ignore_index, reduction: str, label_smoothing) -> Tensor | None:
     """The mean or the sum of the losses of plain rows `[N, C]` and class indices: one operator call. None for any other call,
-    which then goes the long way."""
+    which then runs all checks."""
     if weight is not None or type(ignore_index) is not int or type(label_smoothing) is not float:
         return None
     if reduction not in ("mean", "sum") or not 0 <= label_smoothing <= 1 or not is_plain("cross_entropy", input):
@@ -259,11 +259,11 @@ def try_fast_cross_entropy(input, target, weight, ignore_index, reduction: str, 
 
 
 def _reduces_at_once(input, target, weight, dtype) -> bool:
-    """Whether CrossEntropyLoss can compute a reduced loss that has no z-loss."""
+    """Returns whether CrossEntropyLoss can compute a reduced loss without z-loss."""
     return (
         not dispatches()
         and input.numel() > 0
-        and not _policy.is_dtensor(input)  # of whose shards each would have a mean of its own
+        and not _policy.is_dtensor(input)  # each shard would have a separate mean
         and not target.requires_grad
         and (weight is None or not weight.requires_grad)
         and (dtype is input.dtype or dtype is accumulator_of(input.dtype))
@@ -272,10 +272,10 @@ def _reduces_at_once(input, target, weight, dtype) -> bool:
 
 def cross_entropy_rows(input, target, weight, ignore_index: int, label_smoothing: float):
     """(loss, lse, row_weight) of CrossEntropy, with torch's errors for a target out of range and for a weight that requires
-    grad beside class indices."""
+    grad with class indices."""
     wants_grad = weight is not None and weight.requires_grad and torch.is_grad_enabled()
     if wants_grad and not target.is_floating_point():
-        raise InvalidArgument("weight: requires_grad is True, but beside class indices no gradient flows to it; detach it")
+        raise InvalidArgument("weight: expected requires_grad=False with class indices, got True: no gradient flows to it")
     if weight is not None and target.is_floating_point() and (wants_grad or dispatches()):
         return _weighted_probabilities_loss(input, target, weight, label_smoothing)
     if weight is not None:
@@ -291,8 +291,8 @@ def cross_entropy_rows(input, target, weight, ignore_index: int, label_smoothing
 
 
 def _weighted_probabilities_loss(input, target, weight, label_smoothing: float):
-    """CrossEntropy of probability targets in plain torch operations over our log_softmax, which gives class weights a gradient:
-    with probability targets torch does so too."""
+    """CrossEntropy of probability targets in plain torch operations over our log_softmax, which gives class weights a gradient,
+    as torch does with probability targets."""
     dtype = accumulator_of(input.dtype)
     column = [-1] + [1] * (input.dim() - 2)
     uniform = label_smoothing / input.shape[1] if input.shape[1] else 0.0
@@ -302,44 +302,44 @@ def _weighted_probabilities_loss(input, target, weight, label_smoothing: float):
 
 
 def check_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index, label_smoothing) -> None:
-    """Raises what torch raises for tensors and options that do not fit together."""
+    """Raises torch's exception types for tensors and options that do not fit together."""
     for name, tensor in (("input", input), ("target", target), ("weight", weight)):
         if not (name == "weight" and tensor is None):
             check_tensor(name, tensor)
     ignore_index = check_index("ignore_index", ignore_index, any_rank=True)
     if check_float("label_smoothing", label_smoothing) > 1:
-        raise InvalidArgument(f"label_smoothing: {label_smoothing}, expected 0 to 1")
+        raise InvalidArgument(f"label_smoothing: expected 0 to 1, got {label_smoothing}")
     check_floating("cross_entropy: input", input.dtype)
     for name, tensor in (("target", target), ("weight", weight)):
         if tensor is not None and tensor.device != input.device:
-            raise InvalidArgument(f"{name}: on {tensor.device}, expected input's device {input.device}")
+            raise InvalidArgument(f"{name}: expected input's device {input.device}, got {tensor.device}")
     shape = list(input.shape)
     if not differ(target.shape, input.shape):
         if not target.is_floating_point():
             raise InvalidArgument(
-                f"target: of input's shape {shape}, so class probabilities; dtype {target.dtype}, expected floating"
+                f"target: expected a floating dtype for class probabilities (of input's shape {shape}), got {target.dtype}"
             )
         if ignore_index >= 0:
             raise InvalidArgument(
-                f"ignore_index: {ignore_index}, but beside class probabilities nothing can be ignored; leave it out"
+                f"ignore_index: expected a negative one with class probabilities, got {ignore_index}; leave it out"
             )
         if input.dim() == 0:
-            raise IndexError("input: a scalar has no class dimension; expected [C], [N, C] or [N, C, ...]")
+            raise IndexError("input: expected [C], [N, C] or [N, C, ...], got a scalar")
     else:
         expected = [1] if input.dim() == 1 else shape[:1] + shape[2:]
         if input.dim() == 0 or (differ(target.shape, expected) and not (input.dim() == 1 and target.dim() == 0)):
             raise InvalidArgument(
-                f"target: shape {list(target.shape)}, expected beside an input of shape {shape} "
-                f"{[] if input.dim() <= 1 else expected} for class indices or {shape} for class probabilities"
+                f"target: expected {[] if input.dim() <= 1 else expected} for class indices or {shape} "
+                f"for class probabilities, got {list(target.shape)}"
             )
         if target.dtype not in (torch.int64, torch.uint8):
-            raise InvalidArgument(f"target: dtype {target.dtype}, expected int64 or uint8 for class indices")
+            raise InvalidArgument(f"target: expected dtype int64 or uint8 for class indices, got {target.dtype}")
     if weight is not None:
         classes = shape[0] if input.dim() == 1 else shape[1]
         if weight.dim() != 1 or is_known(weight.shape[0] != classes):
-            raise InvalidArgument(f"weight: shape {list(weight.shape)}, expected one for each of the {classes} classes")
+            raise InvalidArgument(f"weight: expected [{classes}], one for each class, got {list(weight.shape)}")
         if not weight.is_floating_point():
-            raise InvalidArgument(f"weight: dtype {weight.dtype}, expected a floating one")
+            raise InvalidArgument(f"weight: expected a floating dtype, got {weight.dtype}")
 
 
 def reduction_enum(reduction: str, size_average: bool | None, reduce: bool | None) -> int:
@@ -347,7 +347,7 @@ def reduction_enum(reduction: str, size_average: bool | None, reduce: bool | Non
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
     if reduction not in ("none", "mean", "sum", "elementwise_mean"):
-        raise InvalidArgument(f"reduction: {reduction!r}, expected 'none', 'mean' or 'sum'")
+        raise InvalidArgument(f"reduction: expected 'none', 'mean' or 'sum', got {reduction!r}")
     return _reduction.get_enum(reduction)
 
 
@@ -380,7 +380,7 @@ def _mean(rows: Tensor) -> Tensor:
 def cross_entropy_impl(
     input, target, weight, ignore_index, reduction: int, label_smoothing, return_lse: bool, z_loss: float, dtype
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """cross_entropy, once its arguments are checked and it is decided that our kernel runs; `reduction` is a reduction_enum."""
+    """cross_entropy with checked arguments that our kernel takes; `reduction` is a reduction_enum."""
     probabilities = not differ(target.shape, input.shape)
     ignore_index = check_index("ignore_index", ignore_index, any_rank=True)
     label_smoothing = float(label_smoothing) if label_smoothing > 0 else 0.0  # 0 for a negative or NaN one, as in torch
@@ -486,12 +486,12 @@ def cross_entropy(
             (float64 for float64 logits); differentiable.
         z_loss: adds z_loss * lse^2 for each row that is not ignored; "mean" divides that term by the number of such rows,
             without class weights.
-        dtype: that of the loss, input's if None.
+        dtype: dtype of the loss; input's if None.
 
     Returns:
         The loss, a scalar, or with reduction="none" of the shape of class indices; with `return_lse` the pair (loss, lse).
-        The backward pass reads the logits again: where they were changed in place before it, it raises RuntimeError, and
-        torch's, which keeps a table of log-probabilities, does not.
+        The backward pass reads the logits again, and raises RuntimeError if they were changed in place (torch keeps a table of
+        log-probabilities and does not).
 
     Raises:
         IndexError: a target is out of range (a device assert on CUDA).

@@ -1,10 +1,10 @@
-"""torch.nn.functional with scaled_dot_product_attention, softmax, log_softmax, cross_entropy and linear_cross_entropy by online
-softmax:
+"""torch.nn.functional with scaled_dot_product_attention, softmax, log_softmax, cross_entropy and linear_cross_entropy using
+online softmax:
 
     import flash_online.functional as F
 
 The five have torch's signatures, results, errors and behaviour under autocast, autograd, torch.func and torch.compile. Every
-other name of this module is torch's own. Tensors that our kernels do not take are passed on to torch's function
+other name of this module is torch's own. Tensors that our kernels do not take are forwarded to torch's function
 (`flash_online.explain` says why).
 """
 
@@ -34,29 +34,29 @@ if TYPE_CHECKING:
 NAMES = ("scaled_dot_product_attention", "softmax", "log_softmax", "cross_entropy", "linear_cross_entropy")
 
 # Torch's functions, captured on the first import: later override() may replace them. Before 2.13 torch has no
-# linear_cross_entropy. scaled_dot_product_attention is taken from where torch's module has it from: the import may be inside
-# context_parallel.
+# linear_cross_entropy. scaled_dot_product_attention comes from torch._C._nn, as torch's module may be patched: the import may
+# be inside context_parallel.
 if "ORIGINALS" not in globals():
     ORIGINALS = {name: getattr(_torch, name) for name in NAMES if hasattr(_torch, name)}
     ORIGINALS["scaled_dot_product_attention"] = torch._C._nn.scaled_dot_product_attention
-    # What torch.nn.functional is expected to have under this name.
+    # The function that torch.nn.functional is expected to have under this name.
     _standing: object = ORIGINALS["scaled_dot_product_attention"]
 
 
 def is_ours(name: str, function: object) -> bool:
-    """Whether this is our function of that name, also one from before a reload of this module."""
+    """Returns whether this is our function of that name, possibly from before a reload of this module."""
     return getattr(function, "__module__", None) == __name__ and getattr(function, "__qualname__", None) == name
 
 
 def expect(function: object) -> None:
-    """Notes that torch.nn.functional.scaled_dot_product_attention is now this function, and is not context_parallel's."""
+    """Notes that torch.nn.functional.scaled_dot_product_attention is now this function, which is not context_parallel's."""
     global _standing
     _standing = function
 
 
 def _refuse_shards(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raises RuntimeError if torch's context_parallel is active and these are plain tensors; where its wrapper calls us, they
-    are DTensors, which go to torch."""
+    """Raises RuntimeError if torch's context_parallel is active and these are plain tensors. Its wrapper calls us with
+    DTensors, which go to torch."""
     standing = _torch.scaled_dot_product_attention
     if not shards(standing, ORIGINALS["scaled_dot_product_attention"], scaled_dot_product_attention):
         expect(standing)
@@ -69,19 +69,19 @@ def _refuse_shards(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-# What `import *` takes from torch's module, and our functions.
+# The names that `import *` takes from torch's module, and our functions.
 __all__ = [name for name in {*dir(_torch), *NAMES} if not name.startswith("_")]
 
-# torch.jit.script compiles the branch of `if not is_scripting()` that is not ours; the functions are torch's.
+# torch.jit.script compiles the branch after `if not is_scripting()`, which calls torch's functions.
 is_scripting = torch.jit.is_scripting
 _torch_softmax, _torch_log_softmax = ORIGINALS["softmax"], ORIGINALS["log_softmax"]
 _torch_cross_entropy = ORIGINALS["cross_entropy"]
 
 
 def _is_passed_on(*arguments: object) -> bool:
-    """Whether torch's protocol takes a call of these arguments, one of which has_torch_function: a TorchFunctionMode that is
-    active, or an object such as torch.fx's Proxy. Subclasses of Tensor are forwarded to torch's function instead, which their
-    __torch_function__ knows."""
+    """Returns whether a call with these arguments, one of which has_torch_function, goes through torch's protocol: a
+    TorchFunctionMode is active, or there is an object such as torch.fx's Proxy. Subclasses of Tensor are forwarded to torch's
+    function instead, which their __torch_function__ handles."""
     if torch._C._is_torch_function_mode_enabled():
         return True
     return any(hasattr(type(value), "__torch_function__") and not isinstance(value, Tensor) for value in arguments)
@@ -106,7 +106,7 @@ def scaled_dot_product_attention(
         key: `[..., Hk, S, E]`, of query's dtype and device. Leading dimensions broadcast.
         value: `[..., Hv, S, Ev]`, as key.
         attn_mask: bool (True: takes part), query's dtype or float32, broadcastable to the scores `[..., Hq, L, S]`; or torch's
-            causal_upper_left or causal_lower_right, which no mask is made of.
+            causal_upper_left or causal_lower_right, without building a mask.
         dropout_p: probability that a weight is dropped.
         is_causal: hides keys j > i; not together with a mask.
         scale: 1 / sqrt(E) if None.
@@ -116,7 +116,7 @@ def scaled_dot_product_attention(
         `[..., Hq, L, Ev]`, of query's dtype and order of strides; a query that sees no key gives 0.
 
     Raises:
-        RuntimeError: in most cases; what torch raises, with messages that name the argument. Also inside torch's
+        RuntimeError: in most cases; torch's exception types, with messages that name the argument. Also inside torch's
             context_parallel, where a direct call would attend to this rank's shard alone.
 
     Source: as `attention`.
@@ -160,9 +160,9 @@ def scaled_dot_product_attention(
     if is_empty(query.shape[-2:-1]) or is_empty(value.shape):  # torch too returns before it checks shapes, options or the mask
         return _zeros(query, key, value, attn_mask, query.shape[:-1])
     if attn_mask is not None and is_causal:
-        raise InvalidArgument("attn_mask: given together with is_causal=True; accepted is one of them")
+        raise InvalidArgument("attn_mask: expected None with is_causal=True, got a mask")
     if not 0 <= dropout_p <= 1:  # NaN too
-        raise InvalidArgument(f"dropout_p: {dropout_p}, expected a probability, 0 to 1")
+        raise InvalidArgument(f"dropout_p: expected a probability, 0 to 1, got {dropout_p}")
     q, k, v, mask, restore = canonicalize(query, key, value, attn_mask, mask_name="attn_mask", enable_gqa=enable_gqa)
     if is_empty(q.shape[:-2]):
         return restore(_zeros(query, key, value, attn_mask, q.shape[:-1]))
@@ -182,8 +182,8 @@ def scaled_dot_product_attention(
 
 
 def _zeros(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, leading) -> Tensor:
-    """The result where there are no keys or no queries: zeros that depend on the inputs, so that these get gradients of 0, and
-    NaN where query, key or value holds a NaN, as in torch."""
+    """The result without keys or without queries: zeros that depend on the inputs, so that these get gradients of 0, and NaN
+    where query, key or value holds a NaN, as in torch."""
     zero = (query.sum() + key.sum() + value.sum()) * 0
     if mask is not None and mask.requires_grad:  # the sum of no elements: a mask may hold -inf, and -inf * 0 would be NaN
         zero = zero + mask.reshape(-1).narrow(0, 0, 0).sum().to(zero.dtype)
@@ -237,7 +237,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """torch.nn.functional.cross_entropy, without a table of probabilities. flash_online.cross_entropy documents shapes, dtypes
-    and errors. Beside class indices `weight` must have input's dtype, as torch demands."""
+    and errors. With class indices `weight` must have input's dtype, as in torch."""
     if not is_scripting():
         return _cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     return _torch_cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
@@ -274,7 +274,7 @@ def _check_weight_dtype(input: Tensor, target: Tensor, weight: Tensor | None) ->
     if weight is not None and not target.is_floating_point():
         weight_dtype, input_dtype = (torch.float32 if autocasts(t) else t.dtype for t in (weight, input))
         if weight_dtype != input_dtype:
-            raise InvalidArgument(f"weight: dtype {weight.dtype}, expected input's {input.dtype} beside class indices")
+            raise InvalidArgument(f"weight: expected input's dtype {input.dtype} with class indices, got {weight.dtype}")
 
 
 def linear_cross_entropy(
@@ -289,9 +289,9 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     options: object = None,
 ) -> Tensor:
-    """torch.nn.functional.linear_cross_entropy, as torch 2.13 has it: cross_entropy(linear(input, linear_weight, linear_bias),
+    """torch.nn.functional.linear_cross_entropy, as in torch 2.13: cross_entropy(linear(input, linear_weight, linear_bias),
     target) without a table of logits. flash_online.linear_cross_entropy documents shapes, dtypes and errors. Here input is [H]
-    or [N, H], `options` is accepted and not used (every kind of target and reduction has our own chunks), and beside class
+    or [N, H], `options` is accepted and not used (every kind of target and reduction has our own chunks), and with class
     indices `weight` must have input's dtype.
     """
     tensors = (input, linear_weight, target, linear_bias, weight)
@@ -329,7 +329,7 @@ def linear_cross_entropy(
     )
 
 
-# torch.jit.script takes our function for the operator that torch's is: it has no Python to compile.
+# torch.jit.script compiles a call of our function to the operator that torch's function is: it has no Python source.
 torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
 
 

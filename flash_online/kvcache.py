@@ -1,4 +1,4 @@
-"""Attention over cached keys, for inference: the public functions, and what their operators are given."""
+"""Attention over cached keys, for inference: the public functions, and the calls of their operators."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Rotary = Sequence[object]  # (cos, sin[, interleaved[, offsets]])
 
 
 class _MaskKeywords(TypedDict, total=False):
-    """The keywords that say which keys a query sees and what its scores are."""
+    """The keywords that determine the keys that a query sees and its scores."""
 
     causal: bool
     window: tuple[int | None, int | None] | None
@@ -60,7 +60,7 @@ class _MaskKeywords(TypedDict, total=False):
 
 
 class _VarlenKeywords(_MaskKeywords, total=False):
-    """Those of varlen_attention."""
+    """The keywords of varlen_attention."""
 
     alignment: str
 
@@ -142,39 +142,39 @@ def kvcache_attention(
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of new queries over the keys that each sequence has in its cache, for inference.
+    """Exact attention of new queries over each sequence's cached keys, for inference.
 
-    A sequence has n_old = clamp(length, leftpad, capacity) keys; new ones are appended first, in place, and those past the
-    capacity are dropped. Of its n keys then, query i of L stands at i + n - L, and sees those from leftpad on that `causal` and
-    `window` allow. No other memory of the cache reaches a result, whatever it holds, NaN included. Lengths and tables are read
-    by the device alone, so that a CUDA graph can be replayed at others; values out of range touch no memory that they should
-    not, and are an error inside `flash_online.checked()` alone. Autocast casts query and new keys to the cache's dtype.
+    A sequence has n_old = clamp(length, leftpad, capacity) keys. New keys are appended first, in place; keys past the capacity
+    are dropped. With n keys then, query i of L is at i + n - L, and sees the keys from leftpad on that `causal` and `window`
+    allow. No other memory of the cache reaches a result, whatever it holds, NaN included. Only the device reads lengths and
+    tables, so a CUDA graph can be replayed with other values. Values out of range cause no invalid memory access, and are an
+    error only inside `flash_online.checked()`. Autocast casts query and new keys to the cache's dtype.
 
     Args:
         query: `[B, Hq, L, E]`, or with `cu_seqlens_q` packed `[Tq, Hq, E]`; float16, bfloat16, float32 or float64 (CPU).
         key_cache: `[B, Hkv, S, E]`, or with `block_table` a pool of pages `[blocks, Hkv, page, E]`; any strides, any page size;
-            of query's dtype, or float8_e4m3fn or float8_e5m2 beside 16 bits. Hkv divides Hq. value_cache: the same, Ev wide.
-        cache_seqlens: int32 `[B]`, keys before the new ones, leftpad included; an int for all; None: as many as fit.
+            of query's dtype, or float8_e4m3fn or float8_e5m2 if that has 16 bits. Hkv divides Hq. value_cache: same, width Ev.
+        cache_seqlens: int32 `[B]`: number of keys before the new ones, leftpad included; an int for all; None: full caches.
         key: new keys `[B, Hkv, new, E]`, or with `cu_seqlens_new` packed `[Tnew, Hkv, E]`; value: new values, as key.
-        block_table: int32 `[B, entries]`: the pages of each sequence. One outside [0, blocks) is zeros, never written.
+        block_table: int32 `[B, entries]`: the pages of each sequence. A page outside [0, blocks) is zeros, never written.
         cache_batch_idx: int32 `[B]`: the row of the cache, or of the table, of each sequence; its index if None.
-        leftpad: int32 `[B]`: keys at the beginning of each sequence that nobody sees.
-        cu_seqlens_q: int32 `[B + 1]`: where packed queries of each sequence begin, at most max_seqlen_q; cu_seqlens_new: keys.
+        leftpad: int32 `[B]`: number of keys at the beginning of each sequence that all queries skip.
+        cu_seqlens_q: int32 `[B + 1]`: starts of packed queries, at most max_seqlen_q per sequence; cu_seqlens_new: of new keys.
         rotary: (cos, sin[, interleaved[, offsets]]): cos and sin `[positions, width / 2]`, of query's dtype or float32,
-            rotate the first `width` columns of new key i and query i (all queries as the first, without causal and window) by
-            position n_old + i, or offsets[b] + i (int32 `[B]`). Pairs are column i and i + width / 2, or neighbours if
-            interleaved. A position past the table takes its last row. Without `key` queries alone are rotated.
-        key_scale: float32, broadcastable to `[B, Hkv]`: keys count as this times what the cache holds, and are divided by it
-            when they are appended; value_scale: the same of values.
+            rotate the first `width` columns of new key i and query i by position n_old + i, or offsets[b] + i (int32 `[B]`);
+            without causal and window all queries use the first position. Pairs are column i and i + width / 2, or neighbours if
+            interleaved. Positions past the table use its last row. Without `key` only queries are rotated.
+        key_scale: float32, broadcastable to `[B, Hkv]`: factor of the cached keys; appended keys are divided by it.
+            value_scale: the same for values.
         causal: as in `attention` with lower-right alignment, and so are `window`, `softcap`, `sinks`, `scale`, `return_lse`.
         alibi_slopes: `[Hq]` or `[B, Hq]`, positive slopes.
-        num_splits: the keys of a sequence are cut into so many pieces (at most its blocks of 64 keys), which merge in order:
-            the same bits in whatever batch and pages it lies. None and 0: as the kernel likes (on the CPU by itself too).
-        out: where the result is written, instead of a new tensor; no memory of query's.
+        num_splits: number of pieces of a sequence's keys (at most its blocks of 64 keys), which are merged in order, so that
+            neither batch nor pages change the bits. None and 0: the kernel chooses (on the CPU independently of the batch too).
+        out: a tensor for the result, which must not share memory with query.
 
     Returns:
-        out `[B, Hq, L, Ev]` or `[Tq, Hq, Ev]`, of query's dtype; 0 where a query sees nothing, and in packed rows of no
-        sequence. With `return_lse` also lse `[B, Hq, L]` or `[Hq, Tq]`, float32 (float64 for float64): -inf there, or the sink.
+        out `[B, Hq, L, Ev]` or `[Tq, Hq, Ev]`, of query's dtype; 0 where a query sees nothing, and in padding rows. With
+        `return_lse` also lse `[B, Hq, L]` or `[Hq, Tq]`, float32 (float64 for float64): there -inf, or the sink.
 
     Raises:
         InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above, or requires a gradient.
@@ -218,9 +218,9 @@ def kvcache_attention(
 
 
 def try_fast_path(query, key_cache, value_cache, lengths, table, window, scale, num_splits) -> Tensor | None:
-    """A step of decoding that appends nothing: one operator call, after a look at its arguments that takes a fifth of the time
-    of all checks. Returns None for a call that these would change or refuse: the caller then goes the long way. The call is
-    causal, `lengths` are a tensor, and the caches have query's dtype.
+    """A step of decoding that appends nothing: one operator call, after tests that take a fifth of the time of all checks.
+    Takes causal calls with `lengths` in a tensor and caches of query's dtype. Returns None for any other call: the caller then
+    runs all checks.
     """
     if not are_plain("kvcache_attention", (query, key_cache, value_cache)) or _checked.active:
         return None
@@ -240,7 +240,7 @@ def try_fast_path(query, key_cache, value_cache, lengths, table, window, scale, 
         if type(window) is not tuple or len(window) != 2:
             return None
         left, right = window
-        if not (right is None or type(right) is int and right >= 0):  # causal hides what is on the right
+        if not (right is None or type(right) is int and right >= 0):  # causal hides keys on the right
             return None
         if left is None:
             left = -1
@@ -267,16 +267,16 @@ for _operator in (ops.attention_decode, ops.attention_cached, ops.attention_cach
     without_derivative(_operator, "attention over cached keys is for inference")
 _default_scale = functools.cache(default_scale)
 _NUMBERS = (float, int)
-_MANY = 1 << 31  # more keys than a sequence has
+_MANY = 1 << 31  # above the number of keys of any sequence
 
 
 def _check_appended(key, value, key_cache, value_cache, query, starts, batch) -> int:
-    """Checks what is appended before queries attend; returns how many new keys a sequence has at most."""
+    """Checks new keys and values; returns the maximal number of new keys per sequence."""
     if (key is None) != (value is None):
-        raise InvalidArgument("key, value: one of them is missing")
+        raise InvalidArgument("key, value: expected both or none, got one of them")
     if key is None:
         if starts is not None:
-            raise InvalidArgument("cu_seqlens_new: without key there is nothing to append")
+            raise InvalidArgument("cu_seqlens_new: expected None without key, got starts")
         return 0
     if starts is not None:
         check_starts("cu_seqlens_new", starts, query, batch)
@@ -303,12 +303,12 @@ def varlen_over_pools(
     return_lse: bool,
     **options: Unpack[_VarlenKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """varlen_attention over cached keys, which documents it; types and options of its arguments are checked."""
+    """varlen_attention over cached keys, as documented there. The caller has checked types and options."""
     _policy.require_kernel("kvcache_attention", query=query, key=key, value=value)
     named = {"query": query, "key": key, "value": value, "sinks": sinks, "out": out}
     check_no_gradient(named)
     reads, paged = not is_compiling() and _checked.active, block_table is not None
-    if block_table is None:  # each row of the packed keys is a page, and a sequence has those from its start on
+    if block_table is None:  # each packed key is a page of one row, and a sequence has the pages from its start on
         query, key, value = autocast(query, key, value)
         check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         if reads:
@@ -320,13 +320,13 @@ def varlen_over_pools(
     else:
         for name, pool in (("key", key), ("value", value)):
             if pool.dim() != 4:
-                raise InvalidArgument(f"{name}: got {list(pool.shape)}, expected [blocks, page, heads, width] with block_table")
+                raise InvalidArgument(f"{name}: expected [blocks, page, heads, width] with block_table, got {list(pool.shape)}")
         check_longest("max_seqlen_q", max_seqlen_q), check_longest("max_seqlen_k", max_seqlen_k)
         (query,) = autocast_cached(key, query)
         key_pool, value_pool = key.transpose(1, 2), value.transpose(1, 2)
     batch = check_call(query, key_pool, value_pool, cu_seqlens_q, ("key", "value"))
     if cu_seqlens_k is None and seqused_k is None:
-        raise InvalidArgument("cu_seqlens_k: None, and no seqused_k says how many keys there are")
+        raise InvalidArgument("cu_seqlens_k: expected starts without seqused_k, got None")
     if seqused_k is not None:
         check_numbers("seqused_k", seqused_k, query, batch)
         if reads and not paged:
@@ -354,7 +354,7 @@ def varlen_over_pools(
 
 
 class _Options(NamedTuple):
-    """Which keys a query sees and what its scores are, beside lengths: arguments of the public functions."""
+    """Arguments of the public functions that, with the lengths, determine visible keys and scores."""
 
     causal: bool
     window: tuple[int | None, int | None] | None
@@ -368,14 +368,14 @@ class _Options(NamedTuple):
 def _attend(
     query, key_pool, value_pool, where, starts, longest, new, scales, options, num_splits, return_lse, out
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Runs the operator; out, or (out, lse). `starts` has those of packed queries, how many of them count, and those of new
-    keys; a sequence has `longest` queries and `new` new keys at most."""
+    """Runs the operator; returns out, or (out, lse). `starts` holds the starts of packed queries, the numbers of used queries,
+    and the starts of new keys; a sequence has `longest` queries and `new` new keys at most."""
     query_starts, (alibi_slopes, sinks) = starts[0], options[3:5]
     accumulator, batch = accumulator_of(query.dtype), query.shape[0] if query_starts is None else len(query_starts) - 1
     if alibi_slopes is not None:
         shape = (batch, query.shape[1])
         if tuple(alibi_slopes.shape) not in (shape, shape[1:]):
-            raise InvalidArgument(f"alibi_slopes: got {list(alibi_slopes.shape)}; accepted are [{shape[1]}] and {list(shape)}")
+            raise InvalidArgument(f"alibi_slopes: expected [{shape[1]}] or {list(shape)}, got {list(alibi_slopes.shape)}")
         alibi_slopes = alibi_slopes.to(accumulator).expand(shape)
     left, right = window_bounds(options.window or (None, None))
     right = 0 if options.causal else right
@@ -448,22 +448,22 @@ def cache_append(
     Args:
         key: `[B, Hkv, new, E]`, or with `cu_seqlens_new` or `slots` `[T, Hkv, E]`; float16, bfloat16, float32 or float64 (CPU).
         value: the same with width Ev.
-        key_cache: as in `kvcache_attention`, and so are `value_cache`, `block_table`, `cu_seqlens_new`, and autocast; no
-            expanded tensor, whose rows would overwrite each other.
-        cache_seqlens: int32 `[B]` or an int: row i of sequence b goes to the place clamp(length, 0, capacity) + i; rows past
-            the capacity are dropped. One of `cache_seqlens` and `slots` is needed.
-        slots: int64 `[T]`: row t goes to row slots[t] % page of block slots[t] // page. Slots outside of the pool are skipped.
-        rotary: as in `kvcache_attention`; beside slots offsets are int32 `[T]`, the positions of the rows, and are needed.
-        query: `[B, Hq, L, E]`, or packed as key: it is rotated as the keys are, and returned.
-        key_scale: float32, broadcastable to `[B, Hkv]`, beside slots to `[T, Hkv]`: what keys are divided by. The quotient is
+        key_cache: as in `kvcache_attention`, and so are `value_cache`, `block_table`, `cu_seqlens_new`, and autocast; not an
+            expanded tensor, as its rows would overwrite each other.
+        cache_seqlens: int32 `[B]` or an int: row i of sequence b goes to position clamp(length, 0, capacity) + i; rows past the
+            capacity are dropped. One of `cache_seqlens` and `slots` is needed.
+        slots: int64 `[T]`: row t goes to row slots[t] % page of block slots[t] // page. Slots outside the pool are skipped.
+        rotary: as in `kvcache_attention`; with slots, offsets are required: int32 `[T]`, the positions of the rows.
+        query: `[B, Hq, L, E]`, or packed as key: rotated as the keys are, and returned.
+        key_scale: float32, broadcastable to `[B, Hkv]`, with slots to `[T, Hkv]`: keys are divided by it. The quotient is
             rounded to the nearest, ties to even; in float8 caches it saturates, and NaN stays NaN.
-        value_scale: the same of values.
+        value_scale: the same for values.
 
     Returns:
-        The rotated query, a new tensor, where there is one; else None.
+        The rotated query, a new tensor; None without query.
 
     Raises:
-        InvalidArgument (a RuntimeError and ValueError): a tensor is not as above, or requires a gradient outside of
+        InvalidArgument (a RuntimeError and ValueError): a tensor is not as above, or requires a gradient outside
             `torch.no_grad()`.
         NotImplementedError: the device has no kernel for this call.
 
@@ -479,16 +479,16 @@ def cache_append(
     check_no_gradient(tensors, optional)
     key, value, query = autocast_cached(key_cache, key, value, query)
     if (cache_seqlens is None) == (slots is None):
-        raise InvalidArgument("cache_seqlens, slots: exactly one of the two is needed")
+        raise InvalidArgument(f"cache_seqlens, slots: expected one of the two, got {'none' if slots is None else 'both'}")
     if query is not None and rotary is None:
-        raise InvalidArgument("query: it is here to be rotated, which needs rotary")
+        raise InvalidArgument("query: expected None without rotary, got a tensor to rotate")
     check_pool(key_cache, value_cache, key, "key")
     check_writable("key_cache", key_cache), check_writable("value_cache", value_cache)
     if slots is not None:
         if block_table is not None or cu_seqlens_new is not None:
-            raise InvalidArgument("slots: they say where rows go; block_table and cu_seqlens_new are for ends of sequences")
+            raise InvalidArgument("slots: expected no block_table or cu_seqlens_new with slots, got one")
         if rotary is not None and (len(rotary) < 4 or rotary[3] is None):
-            raise InvalidArgument("rotary: beside slots it needs offsets, the positions of the rows")
+            raise InvalidArgument("rotary: expected offsets, the positions of the rows, with slots, got none")
         check_slots(slots, key)
         batch, where = len(slots), Where(None, None, None, None)
         check_new(key, value, key_cache, value_cache, key, None)
@@ -501,7 +501,9 @@ def cache_append(
         starts = slots if slots is not None else cu_seqlens_new
         check_query(query, key_cache, starts)
         if query.dtype != key.dtype or query.device != key.device or query.shape[0] != key.shape[0]:
-            raise InvalidArgument(f"query: got {list(query.shape)} {query.dtype}, which does not go with key {list(key.shape)}")
+            raise InvalidArgument(
+                f"query: expected what fits key {list(key.shape)} {key.dtype}, got {list(query.shape)} {query.dtype}"
+            )
     scales, embedding = expand_scales(key_scale, value_scale, batch, key_cache), RotaryEmbedding.of(rotary, key, batch)
     if not is_compiling() and _checked.active:
         if slots is not None:
@@ -514,7 +516,7 @@ def cache_append(
 
 
 def _try_fast_append(key, value, key_cache, value_cache, lengths, slots, table) -> bool:
-    """Rows that are written as they are, by one operator call, as `try_fast_path` attends. False: nothing was done."""
+    """Writes plain rows with one operator call, as `try_fast_path` does for attention. Returns False if nothing was done."""
     if not are_plain("cache_append", (key, value, key_cache, value_cache)) or _checked.active:
         return False
     shape, value_shape, cache_shape, value_cache_shape = key.shape, value.shape, key_cache.shape, value_cache.shape
@@ -528,7 +530,7 @@ def _try_fast_append(key, value, key_cache, value_cache, lengths, slots, table) 
     if shape[-1] != cache_shape[-1] or value_shape[-1] != value_cache_shape[-1]:
         return False
     if key_cache.is_neg() or value_cache.is_neg() or 0 in key_cache.stride() or 0 in value_cache.stride():
-        return False  # check_writable looks
+        return False  # check_writable decides
     if slots is None:
         if not is_plain_place(lengths, table, key, shape[0], cache_shape[0]):
             return False
@@ -543,11 +545,11 @@ def _try_fast_append(key, value, key_cache, value_cache, lengths, slots, table) 
 
 
 _run_append, _INT64 = below_autograd(ops.cache_append_), torch.int64
-_NO_ROTARY = (None,) * 7 + (False, True)  # nor scales; as `_append` passes them on
+_NO_ROTARY = (None,) * 7 + (False, True)  # nor scales; in the order of `_append`
 
 
 def _append(key_cache, value_cache, key, value, query, where, starts, scales, embedding, advance, slots=None) -> Tensor:
-    """Runs the operator; `starts` are those of new rows and of queries."""
+    """Runs the operator; `starts` holds the starts of new rows and of queries."""
     cosines, sines, interleaved, offsets = embedding or (None, None, False, None)
     try:
         rotated = _cache_append(

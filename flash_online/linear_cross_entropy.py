@@ -1,7 +1,7 @@
 """linear_cross_entropy: the cross-entropy of a linear layer's outputs, and its gradients, without a table of logits.
 
 If a mean or a sum is to be differentiated, the forward pass computes its gradients for an incoming gradient of 1 along with the
-loss, chunk by chunk, and the backward pass scales them: three matrix products in all. If the incoming gradient is one number
+loss, chunk by chunk, and the backward pass scales them: three matrix products in all. If the incoming gradient has one value
 per row, the backward pass computes the chunks of logits again: four products. Second derivatives and torch.func go through
 plain torch operations over our cross-entropy, and keep the logits.
 """
@@ -47,9 +47,9 @@ from .cross_entropy import check_cross_entropy, cross_entropy_rows, reduce_rows,
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# Shapes below are those of the raw operators: input [N, H], linear_weight [C, P, H], linear_bias [C, P], target [N, P] or
-# [N, C, P], weight [C] in the accumulator's dtype. tensors = (input, linear_weight, linear_bias, target), and
-# options = (ignore_index, label_smoothing, dtype of the products, scale, softcap).
+# Shapes below are as in the raw operators: input [N, H], linear_weight [C, P, H], linear_bias [C, P], target [N, P] or [N, C,
+# P], weight [C] in the accumulator's dtype. tensors = (input, linear_weight, linear_bias, target), and options = (ignore_index,
+# label_smoothing, dtype of the products, scale, softcap).
 
 
 def _logits_in_chunks(
@@ -82,7 +82,7 @@ def _logits_in_chunks(
 
 
 def _capped(logits: Tensor, softcap: float, ignored: Tensor | None) -> Tensor:
-    """softcap * tanh(logits / softcap), whose derivative does not turn the gradient 0 of an `ignored` row of NaN into NaN."""
+    """softcap * tanh(logits / softcap), with a derivative that keeps the gradient of an `ignored` row at 0 if it holds NaN."""
     if ignored is None:
         return softcap * torch.tanh(logits / softcap)
     lost = ignored & logits.isnan()
@@ -234,8 +234,8 @@ without_derivative(ops.scale_, "it writes in place")
 
 
 def _cotangents(scale, classes, target, weight, options, reduction: int, z_loss: float):
-    """(grad_loss, lse_factor), both [N, P]: the gradient of each row's loss, and that of each row's lse divided by lse, for an
-    incoming gradient `scale` of the reduced loss. lse_factor is None without a z-loss."""
+    """(grad_loss, lse_factor), both [N, P]: the gradient of each row's loss, and the gradient of each row's lse divided by lse,
+    for an incoming gradient `scale` of the reduced loss. lse_factor is None without a z-loss."""
     ignore_index, _, dtype, *_ = options
     accumulator = accumulator_of(common_dtype(dtype, target))
     if target.is_floating_point():
@@ -270,7 +270,7 @@ def _class_weights(weight: Tensor | None, dtype: torch.dtype, target: Tensor) ->
 
 
 def _row_losses(tensors, weight, options, argmax: bool):
-    """(loss, lse, row_weight, argmax), by the cheapest way that has the derivatives that may be asked for."""
+    """(loss, lse, row_weight, argmax), computed in the cheapest way with the derivatives that may be requested."""
     leaves = tensors if weight is None else (*tensors, weight)
     if transforms_active() or (torch.is_grad_enabled() and weight is not None and weight.requires_grad):
         return _logits_in_chunks(*tensors, weight, *options, argmax)
@@ -282,12 +282,12 @@ def _row_losses(tensors, weight, options, argmax: bool):
 
 
 def _computes_gradients_forward(tensors, weight, dtype, reduction: int, return_lse: bool) -> bool:
-    """Whether the forward pass computes the gradients."""
+    """Returns whether the forward pass computes the gradients."""
     if not torch.is_grad_enabled() or not any(_require_grad(tensors)) or reduction == 0 or transforms_active():
         return False
     if weight is not None and weight.requires_grad:
         return False
-    if _policy.is_dtensor(tensors[0]):  # what the mean divides by is a sum over ranks
+    if _policy.is_dtensor(tensors[0]):  # the mean's divisor is a sum over ranks
         return False
     # In float16 the gradients of a mean underflow unless the loss scale is a factor from the start, not one applied later.
     if dtype == torch.float16 or is_empty((tensors[0].shape[0], *tensors[1].shape[:2])):
@@ -309,7 +309,8 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
 def check_linear_cross_entropy(
     input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing, max_dims=None, weight_name="linear_weight"
 ) -> None:
-    """Raises what torch raises for tensors and options that do not fit together. Messages call linear_weight `weight_name`."""
+    """Raises torch's exception types for tensors and options that do not fit together. Messages call linear_weight
+    `weight_name`."""
     for name, tensor in (("input", input), (weight_name, linear_weight), ("target", target)):
         check_tensor(name, tensor)
     for name, tensor in (("linear_bias", linear_bias), ("weight", weight)):
@@ -317,37 +318,39 @@ def check_linear_cross_entropy(
             check_tensor(name, tensor)
     if input.dim() < 1 or (max_dims is not None and input.dim() > max_dims):
         accepted = "[H] or [..., H]" if max_dims is None else "[H] or [N, H]"
-        raise InvalidArgument(f"input: shape {list(input.shape)}, expected {accepted}")
+        raise InvalidArgument(f"input: expected {accepted}, got {list(input.shape)}")
     if linear_weight.dim() < 2:
-        raise InvalidArgument(f"{weight_name}: shape {list(linear_weight.shape)}, expected [C, H] or [C, d_1, ..., d_K, H]")
+        raise InvalidArgument(f"{weight_name}: expected [C, H] or [C, d_1, ..., d_K, H], got {list(linear_weight.shape)}")
     (*batch, hidden), (classes, *positions, weight_hidden) = input.shape, linear_weight.shape
-    beside = f"beside an input of shape {list(input.shape)} and a {weight_name} of shape {list(linear_weight.shape)}"
+    beside = f"with input {list(input.shape)} and {weight_name} {list(linear_weight.shape)}"
     if is_known(weight_hidden != hidden):
-        raise InvalidArgument(f"{weight_name}: width (last dimension) is {weight_hidden}, expected input's {hidden}")
+        raise InvalidArgument(f"{weight_name}: expected input's width (last dimension) {hidden}, got {weight_hidden}")
     if linear_bias is not None and differ(linear_bias.shape, [classes, *positions]):
-        raise InvalidArgument(f"linear_bias: shape {list(linear_bias.shape)}, expected {[classes, *positions]} {beside}")
+        raise InvalidArgument(f"linear_bias: expected {[classes, *positions]} {beside}, got {list(linear_bias.shape)}")
     if positions and not batch:
-        raise InvalidArgument(f"input: [N, {hidden}] is expected {beside}")
+        raise InvalidArgument(
+            f"input: expected [N, {hidden}] with {weight_name} {list(linear_weight.shape)}, got {list(input.shape)}"
+        )
     table, rows = [*batch, classes, *positions], [*batch, *positions]
     probabilities = not differ(target.shape, table)
     if probabilities and ignore_index is not None:
         raise InvalidArgument(
-            f"ignore_index: {ignore_index}, but beside class probabilities nothing can be ignored; leave it out"
+            f"ignore_index: expected None with class probabilities, which are never ignored, got {ignore_index}"
         )
     for name, tensor in ((weight_name, linear_weight), ("linear_bias", linear_bias), ("target", target)):
         if tensor is not None and tensor.device != input.device:
-            raise InvalidArgument(f"{name}: on {tensor.device}, expected input's device {input.device}")
+            raise InvalidArgument(f"{name}: expected input's device {input.device}, got {tensor.device}")
     dtype = product_dtype(input)
     check_floating("linear_cross_entropy: input", dtype)
     for name, tensor in ((weight_name, linear_weight), ("linear_bias", linear_bias)):
         if tensor is not None and product_dtype(tensor) != dtype:
-            raise InvalidArgument(f"{name}: dtype {tensor.dtype}, expected input's {input.dtype}")
+            raise InvalidArgument(f"{name}: expected input's dtype {input.dtype}, got {tensor.dtype}")
     if not probabilities and differ(target.shape, rows) and (batch or differ(target.shape, [1])):
         raise InvalidArgument(
-            f"target: shape {list(target.shape)}, expected {rows} for class indices or {table} for class probabilities {beside}"
+            f"target: expected {rows} for class indices or {table} for class probabilities {beside}, got {list(target.shape)}"
         )
     if probabilities and not target.is_floating_point():
-        raise InvalidArgument(f"target: shape {table}, so class probabilities; dtype {target.dtype}, expected floating")
+        raise InvalidArgument(f"target: expected a floating dtype for class probabilities {table}, got {target.dtype}")
     # cross_entropy's own check does the rest, on expanded logits that take no memory.
     if batch:
         target = target.flatten(0, len(batch) - 1)
@@ -357,15 +360,15 @@ def check_linear_cross_entropy(
 
 
 def check_logit_options(softcap, scale) -> tuple[float, float]:
-    """softcap and scale as floats. Raises InvalidArgument or TypeError for what they may not be."""
+    """softcap and scale as floats. Raises InvalidArgument or TypeError for invalid ones."""
     for name, number in (("softcap", softcap), ("scale", scale)):
         if isinstance(number, Tensor) and number.requires_grad:
             raise InvalidArgument(
-                f"{name}: requires_grad is True, but no gradient flows to it; multiply input by a learned scale"
+                f"{name}: expected a number without a gradient, got requires_grad=True; multiply input by a learned scale"
             )
     softcap, scale = check_softcap(softcap), check_float("scale", scale)
     if not abs(scale) < float("inf"):
-        raise InvalidArgument(f"scale: got {scale}; accepted are finite numbers")
+        raise InvalidArgument(f"scale: expected a finite number, got {scale}")
     return softcap, scale
 
 
@@ -373,9 +376,9 @@ def linear_cross_entropy_impl(
     input, linear_weight, target, linear_bias, weight, reduction: int, ignore_index, label_smoothing, return_lse, z_loss, dtype,
     softcap=0.0, scale=1.0, return_z_loss=False, return_argmax=False, shard=None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """linear_cross_entropy, once its arguments are checked and it is decided that our kernels run; `reduction` is a
-    reduction_enum. `shard`, where linear_weight and linear_bias are a part of the classes, knows the number of all `classes`
-    and computes the `row_losses` over them."""
+    """linear_cross_entropy with checked arguments that our kernels take; `reduction` is a reduction_enum. If linear_weight and
+    linear_bias are a shard of the classes, `shard` has the total number of `classes` and computes the `row_losses` over
+    them."""
     (*batch, _), (classes, *positions, _) = input.shape, linear_weight.shape
     classes = classes if shard is None else shard.classes
     probabilities = target.dim() == len(batch) + 1 + len(positions) and target.is_floating_point()
@@ -415,7 +418,7 @@ def linear_cross_entropy_impl(
         loss, lse, row_weight, argmax = row_losses(tensors, weight, options, return_argmax)
         result = reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction, z_loss)
     results = [result]
-    if return_z_loss:  # the loss of rows whose cross-entropy is 0
+    if return_z_loss:  # the loss of rows with cross-entropy 0
         lse_value = lse.detach()
         none, one = torch.zeros_like(lse_value), torch.ones_like(lse_value)
         results.append(reduce_rows(none, lse_value, one, target, ignore_index, classes, reduction, z_loss))
@@ -560,8 +563,8 @@ def linear_cross_entropy(
     return_z_loss: bool = False,
     return_argmax: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """cross_entropy(linear(input, linear_weight, linear_bias), target), without the table of logits: one chunk of rows of it
-    exists at a time, of 128 MiB on the CPU and 512 MiB on CUDA, also in the backward pass.
+    """cross_entropy(linear(input, linear_weight, linear_bias), target), without the table of logits: one chunk of its rows
+    exists at a time, 128 MiB on the CPU and 512 MiB on CUDA, also in the backward pass.
 
     Args:
         input: `[H]` or `[..., H]`; float16, bfloat16, float32 or float64. Under autocast the products run in its dtype and the
@@ -570,28 +573,28 @@ def linear_cross_entropy(
         target: class indices (int64 or uint8) `[..., d_1, ..., d_K]`, or class probabilities `[..., C, d_1, ..., d_K]`.
         linear_bias: `[C]` or `[C, d_1, ..., d_K]`.
         weight: as in `cross_entropy`, and so are `reduction`, `label_smoothing`, `return_lse`, `z_loss` and `dtype`.
-        ignore_index: -100 if None; an error beside probabilities.
+        ignore_index: -100 if None; an error with probabilities.
         options: accepted for compatibility with torch and not used.
         softcap: limits logits to (-softcap, softcap), as softcap * tanh(logits / softcap); 0 is none.
         scale: multiplies the logits, bias included, before the softcap; a number.
         return_z_loss: also return the part of the loss that z_loss adds, of the loss's shape and dtype; no gradient flows
             through it.
         return_argmax: also return the class of the largest logit, int64, of the shape of class indices, for ignored rows too:
-            `argmax == target` are the tokens predicted right. Of equal logits it is any.
+            `argmax == target` marks correct predictions. Ties give any of the classes.
 
     Returns:
         The loss, a scalar, or with reduction="none" of the shape of class indices. With `return_lse`, `return_z_loss` or
-        `return_argmax` a tuple: the loss, then those of lse, z term and argmax that are asked for, in this order.
+        `return_argmax` a tuple: the loss, then lse, z term and argmax as requested, in this order.
 
     Products, losses and lse are summed in float32 (float64 for float64). The gradient of linear_weight is summed over chunks in
-    its own dtype, but in float32 where a 16-bit one would be rounded for more than 8 chunks. An ignored row has gradient 0
+    its own dtype, but in float32 if a 16-bit one would be rounded for more than 8 chunks. An ignored row has gradient 0
     whatever its input holds. A mean or sum computes its gradients in the forward pass, so that `loss.backward()` takes three
     matrix products in all; float16 and reduction="none" compute the logits again in the backward pass. Second derivatives,
     forward mode and torch.func go through plain torch operations, in memory for all logits.
 
-    Loss, lse and argmax are those of the scaled and capped logits. A scale takes no time of its own. A softcap and its
-    derivative are computed in float32 (float64 for float64), and take two more blocks of logits, of 16 MiB on the CPU, and on
-    CUDA of 64 MiB and at least 128 rows.
+    Loss, lse and argmax use the scaled and capped logits. A scale costs no extra time. A softcap and its derivative are
+    computed in float32 (float64 for float64), and take two more blocks of logits, of 16 MiB on the CPU, and on CUDA of 64 MiB
+    and at least 128 rows.
 
     Raises:
         IndexError: a target is out of range (a device assert on CUDA).
@@ -614,7 +617,7 @@ def linear_cross_entropy(
     for name, flag in (("return_z_loss", return_z_loss), ("return_argmax", return_argmax)):
         check_flag(name, flag)
     if return_argmax and linear_weight.shape[0] == 0:
-        raise InvalidArgument(f"return_argmax: linear_weight of shape {list(linear_weight.shape)} has no class to predict")
+        raise InvalidArgument(f"return_argmax: expected at least one class, got linear_weight {list(linear_weight.shape)}")
     return linear_cross_entropy_impl(
         *(input, linear_weight, target, linear_bias, weight, number, ignore_index, label_smoothing, return_lse, z_loss, dtype),
         *(softcap, scale, return_z_loss, return_argmax),

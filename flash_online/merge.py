@@ -30,21 +30,21 @@ def merge_attention(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Te
         InvalidArgument (a RuntimeError and ValueError): no parts, or shapes, dtypes or devices that differ.
         NotImplementedError: the device has no kernel for this call.
 
-    Source: Milakov and Gimelshein, arXiv 1805.02867, section 3.1: the merge of (m, d), which the output joins.
+    Source: Milakov and Gimelshein, arXiv 1805.02867, section 3.1: the merge of (m, d), extended to the output.
     """
     outs, lses = check_tensors("outs", outs), check_tensors("lses", lses)
     if not outs or len(outs) != len(lses):
-        raise InvalidArgument(f"outs: got {len(outs)} partial results and {len(lses)} lses; accepted are as many, at least one")
+        raise InvalidArgument(f"outs: expected as many as lses, at least one, got {len(outs)} outs and {len(lses)} lses")
     for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         if out.shape != outs[0].shape or out.dtype != outs[0].dtype or out.device != outs[0].device or out.dim() < 1:
             raise InvalidArgument(
-                f"outs[{n}]: got {list(out.shape)} {out.dtype} on {out.device}; accepted is what outs[0] is: "
-                f"{list(outs[0].shape)} {outs[0].dtype} on {outs[0].device}"
+                f"outs[{n}]: expected outs[0]'s {list(outs[0].shape)} {outs[0].dtype} on {outs[0].device}, got "
+                f"{list(out.shape)} {out.dtype} on {out.device}"
             )
         if lse.shape != out.shape[:-1] or lse.dtype != accumulator_of(out.dtype) or lse.device != out.device:
             raise InvalidArgument(
-                f"lses[{n}]: got {list(lse.shape)} {lse.dtype} on {lse.device}; accepted is {list(out.shape[:-1])} "
-                f"{accumulator_of(out.dtype)} on {out.device}"
+                f"lses[{n}]: expected {list(out.shape[:-1])} {accumulator_of(out.dtype)} on {out.device}, got "
+                f"{list(lse.shape)} {lse.dtype} on {lse.device}"
             )
     _policy.require_kernel("merge_attention", outs=outs[0])
     return _merge(*outs, *lses)
@@ -71,11 +71,11 @@ class _Merge(Description):
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         outs, lses = _Merge.arguments(*ctx.saved_tensors)
-        if _policy.is_dtensor(outs[0]):  # for a result without a gradient autograd makes zeros that are no DTensor
+        if _policy.is_dtensor(outs[0]):  # autograd fills a missing gradient with zeros that are no DTensor
             grad_out = grad_out if _policy.is_dtensor(grad_out) else torch.zeros_like(outs[0])
             grad_lse = grad_lse if _policy.is_dtensor(grad_lse) else torch.zeros_like(lses[0])
         if (
-            _policy.is_dtensor(grad_out)  # its rules have no results that are lists
+            _policy.is_dtensor(grad_out)  # DTensor's rules do not support results that are lists
             # Under autograd's own batching (is_grads_batched) no operator that takes lists can be called.
             or any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in (grad_out, grad_lse))
         ):

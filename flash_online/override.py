@@ -1,4 +1,4 @@
-"""Replaces functions of torch.nn.functional by ours: for a block, or until undone."""
+"""Replaces functions of torch.nn.functional with ours: for a block, or until undone."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch.overrides import TorchFunctionMode
 
 from . import _patches, functional
 
-if "_depth" not in globals():  # a reload of this module keeps what it has replaced
+if "_depth" not in globals():  # a reload of this module keeps the replaced functions
     _lock = threading.Lock()
     _depth = 0  # of enable() calls and override() blocks
     _replaced: dict[str, Any] = {}  # the attributes of torch.nn.functional before the first enable()
-    _left: dict[str, Any] = {}  # those of _replaced that disable() could not put back, as somebody had put a function over ours
+    _left: dict[str, Any] = {}  # functions that disable() could not restore, as ours had been replaced
     _warned: set[tuple[str, str]] = set()  # (enable or disable, function): a warning once per process
 
 
 def enable() -> None:
     """Replaces torch.nn.functional's scaled_dot_product_attention, softmax, log_softmax, cross_entropy and (where torch has it)
-    linear_cross_entropy by ours, until disable().
+    linear_cross_entropy with ours, until disable().
 
-    The module's attributes are replaced, in all threads of the process. Callers that look a function up there get ours, as
-    torch.nn's modules and multi_head_attention_forward do. Callers that imported a function by name, torch.softmax and
+    The module's attributes are replaced, in all threads of the process. Callers that look up a function there get ours, e.g.
+    torch.nn's modules and multi_head_attention_forward. Callers that imported a function by name, torch.softmax and
     Tensor.softmax are not affected. Calls nest with each other and with override() blocks; only the first replaces anything.
 
-    A function that somebody else has put there before is replaced too, with a warning, and comes back with disable().
+    A function that other code has installed there is replaced too, with a warning; disable() restores it.
 
     Raises:
-        RuntimeError: torch's context_parallel is active. In the other order, context_parallel inside override(), its calls are
-            right: they go to torch's own ring.
+        RuntimeError: torch's context_parallel is active. Enter it inside override() instead: its calls then go to torch's own
+            ring.
     """
     _enable(stacklevel=4)
 
@@ -42,8 +42,8 @@ def enable() -> None:
 def disable() -> None:
     """Undoes one enable(); the last call restores the functions that torch.nn.functional had before the first enable().
 
-    A function that somebody else has put over ours since then is left in place, with a warning. If it puts ours back when it
-    ends, another disable() restores what was there before.
+    A function that other code has installed since then stays in place, with a warning. If that code puts ours back later,
+    another disable() restores the original.
 
     Raises:
         RuntimeError: there is no enable() to undo.
@@ -52,14 +52,14 @@ def disable() -> None:
 
 
 def override() -> AbstractContextManager[None]:
-    """Calls enable() for a block. Blocks nest; with blocks in several threads, the functions are ours until the last ends.
-    context_parallel goes inside the block, not around it. Inside a function that torch.compile traces, the block concerns that
-    function's calls alone."""
+    """Calls enable() for a block. Blocks nest; with blocks in several threads, the functions are ours until the last block
+    ends. Enter context_parallel inside the block, not around it. Inside a function that torch.compile traces, the block affects
+    only that function's calls."""
     return _OverrideInGraph() if torch.compiler.is_compiling() else _override()
 
 
 class _OverrideInGraph(TorchFunctionMode):
-    """override() for Dynamo, which has no way to replace a module's attributes for a part of a graph."""
+    """override() for Dynamo, which cannot replace a module's attributes for a part of a graph."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         for original, ours in _PAIRS:
@@ -92,11 +92,11 @@ def _enable(stacklevel: int) -> None:
                         "active, and without its wrapper each rank would attend to its own shard alone. Enter "
                         "flash_online.override() first, and context_parallel inside it"
                     )
-            # A warning may be an error to the caller: all of them come before anything is replaced.
+            # The caller may turn warnings into errors: issue them before anything is replaced.
             for name, function in standing.items():
                 _warn_of_stranger(name, function, "enable", "is replaced until disable(), and not called", stacklevel)
             for name, function in standing.items():
-                # Ours stands here already where a wrapper that disable() had left in place has put it back.
+                # Ours is installed already if a wrapper that disable() had left in place has put it back.
                 is_ours = functional.is_ours(name, function)
                 _replaced[name] = _left.get(name, functional.ORIGINALS[name]) if is_ours else function
                 _place(name, getattr(functional, name))

@@ -1,10 +1,10 @@
-"""The functions of flash_online written in plain torch operations: an oracle to test against, and a definition to read.
+"""The functions of flash_online written in plain torch operations: an oracle for tests, and a readable definition.
 
 This module shares no code with the kernels, and is slow: attention builds its whole [..., queries, keys] matrix. Every function
 works on any device and in any floating dtype, and computes in that dtype, so that the same code serves two purposes: with
 float64 inputs it gives the truth, and with narrower inputs the error that plain torch makes. Autograd differentiates the plain
-operations, to any order. For rows that are empty, the inputs of `0 / 0` and `log(0)` are replaced before these operations, as
-a `where` after them would leave NaN in the gradient.
+operations, to any order. For empty rows, the inputs of `0 / 0` and `log(0)` are replaced before these operations: a `where`
+after them would leave NaN in the gradient.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def visible(
     alignment: str = "upper_left",
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """bool [queries, keys]: which keys a query may see by position alone.
+    """bool [queries, keys]: True where a query may see a key by position alone.
 
     The position of query i is p = i ("upper_left") or p = i + keys - queries ("lower_right"). `causal`: keys j <= p.
     `window` = (left, right): p - left <= j <= p + right, where None is no bound.
@@ -140,7 +140,7 @@ def attention(
         scores = scores + mask
     scores = torch.where(allowed, scores, -INFINITY)
 
-    # The sink is one more score, of a key whose value is 0.
+    # The sink is one more score, for a key with value 0.
     joined = scores
     if sinks is not None:
         sink = sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:-3], -1, queries, 1)
@@ -195,20 +195,20 @@ def varlen_attention(
     out: Tensor | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """attention() of each of the sequences that lie one after another in query [Tq, Hq, E], key [Tk, Hk, E] and value
-    [Tk, Hv, Ev] -> out [Tq, Hq, Ev], lse [Hq, Tq].
+    """attention() of each packed sequence in query [Tq, Hq, E], key [Tk, Hk, E] and value [Tk, Hv, Ev] -> out [Tq, Hq, Ev], lse
+    [Hq, Tq].
 
     Sequence n is rows cu_seqlens[n] up to cu_seqlens[n + 1], and at most max_seqlen of them. Padding rows are 0, their lse
-    -inf. `alibi_slopes` is [Hq] or [sequences, Hq]; the batch index of dropout is n; `options` are those of attention.
+    -inf. `alibi_slopes` is [Hq] or [sequences, Hq]; the batch index of dropout is n; `options` are as in attention.
 
-    `seqused_q` and `seqused_k` [sequences] leave out the rows of a sequence past their number. With `block_table`
-    [sequences, entries] key and value are pools [blocks, page, Hk, E] and [blocks, page, Hk, Ev], as in `kvcache_attention`;
-    a sequence has seqused_k[n] keys, or as many as cu_seqlens_k counts. `num_splits` changes no value; `out` is written in
-    place. No key that the queries of a sequence can't see reaches their results, in a call with one of these five.
+    `seqused_q` and `seqused_k` [sequences] are the numbers of used rows of each sequence. With `block_table` [sequences,
+    entries] key and value are pools [blocks, page, Hk, E] and [blocks, page, Hk, Ev], as in `kvcache_attention`; a sequence has
+    seqused_k[n] keys, or the number in cu_seqlens_k. `num_splits` changes no value; `out` is written in place. In a call with
+    one of these five, no hidden key reaches a result.
     """
     cached = any(x is not None for x in (block_table, seqused_q, seqused_k, num_splits, out))
     if cached and dropout_p > 0:
-        raise ValueError(f"dropout_p: {dropout_p} beside cached keys, expected 0")
+        raise ValueError(f"dropout_p: expected 0 over cached keys, got {dropout_p}")
     result = query.new_zeros(*query.shape[:2], value.shape[-1])
     lse = query.new_full(query.shape[1::-1], -INFINITY, dtype=accumulator_dtype(query.dtype))
     query_rows = packed_rows(cu_seqlens_q, len(query), max_seqlen_q, seqused_q)
@@ -307,13 +307,13 @@ def kvcache_attention(
 
     `cache_seqlens` [B] (or an int, or None, which is full) counts the keys before the append, `leftpad` [B] included. `key` and
     `value` are appended as in `cache_append`. With n_old = clamp(length, leftpad, capacity) and n = min(n_old + new, capacity),
-    query i stands at i + n - L and may see the keys from leftpad up to n. Nothing else that the cache holds reaches a result.
+    query i is at i + n - L and may see the keys from leftpad up to n. Nothing else that the cache holds reaches a result.
 
     `rotary` = (cos, sin[, interleaved[, offsets]]) rotates new keys as `cache_append` does, and query i at n_old + i, or at
     n_old where neither `causal` nor a bound of `window` is given; offsets [B] replaces n_old. The rotated query is rounded to
-    its dtype. Keys count as `key_scale` [B, Hkv] (by broadcasting) times what the cache holds, values likewise. `alibi_slopes`
-    is [Hq] or [B, Hq]. `num_splits` changes no value. A row that sees nothing is 0, its lse -inf or its sink; padding rows are
-    0 and -inf. `out` is written in place.
+    its dtype. Cached keys are multiplied by `key_scale`, broadcast to [B, Hkv], and values by `value_scale`. `alibi_slopes` is
+    [Hq] or [B, Hq]. `num_splits` changes no value. A row that sees nothing is 0, its lse -inf or its sink; padding rows are 0
+    and -inf. `out` is written in place.
 
     Raises RuntimeError if a tensor requires a gradient while gradients are on, ValueError for arguments that do not fit.
     """
@@ -321,7 +321,7 @@ def kvcache_attention(
     refuse_gradients(query, key_cache, value_cache, key, value, *scales, alibi_slopes, sinks, out, *(rotary or ())[:2])
     check_caches(key_cache, value_cache, key, value, cu_seqlens_new)
     if query.dim() != (4 if cu_seqlens_q is None else 3):
-        raise ValueError(f"query: {query.dim()} dimensions; accepted are 4, and 3 with cu_seqlens_q")
+        raise ValueError(f"query: expected 4 dimensions, or 3 with cu_seqlens_q, got {query.dim()}")
     shared = {"window": window, "softcap": softcap, "sinks": sinks, "scale": scale, "alignment": "lower_right"}
     moves = causal or (window is not None and any(bound is not None for bound in window))
     with torch.no_grad():
@@ -381,14 +381,14 @@ def cascade_attention(
     num_splits: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """attention() of each query over the keys of its groups, those of one level after another.
+    """attention() of each query over the keys of its groups, concatenated over the levels.
 
     query [Tq, Hq, E] -> out [Tq, Hq, Ev], lse [Hq, Tq]; pools [blocks, Hkv, page, E] and [blocks, Hkv, page, Ev]. A level is
     (cu_seqlens_q [groups + 1], block_table [groups, entries], cache_seqlens [groups] or int[, max_seqlen_q]), read as
     `kvcache_attention` reads them: group g has the query rows from cu_seqlens_q[g] up to cu_seqlens_q[g + 1], at most
-    max_seqlen_q, and cache_seqlens[g] keys. Of the last level's n keys, query i of L sees those up to i + n - L if `causal`; it
-    sees all others. `sinks` count for the queries of the last level's groups. A query that sees nothing is 0, its lse -inf or
-    its sink. `num_splits` changes no value.
+    max_seqlen_q, and cache_seqlens[g] keys. In the last level of n keys, query i of L sees keys up to i + n - L if `causal`; it
+    sees all keys of other levels. `sinks` count for the queries of the last level's groups. A query that sees nothing is 0, its
+    lse -inf or its sink. `num_splits` changes no value.
     """
     refuse_gradients(query, key_cache, value_cache, key_scale, value_scale, sinks)
     check_caches(key_cache, value_cache, None, None, None)
@@ -424,7 +424,7 @@ def merge_attention(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Te
     """Attention over the union of disjoint sets of keys, from attention over each.
 
     outs [parts, ..., Ev] and lses [parts, ...], or sequences of the parts -> out [..., Ev] of the outs' dtype, lse [...].
-    A row whose every lse is -inf becomes 0 and -inf.
+    A row with only lses of -inf becomes 0 and -inf.
     """
     outs = outs if isinstance(outs, Tensor) else torch.stack(list(outs))
     lses = lses if isinstance(lses, Tensor) else torch.stack(list(lses))
@@ -532,7 +532,7 @@ def cross_entropy(
     else:
         counted = target != ignore_index
         if bool((counted & ((target < 0) | (target >= classes))).any()):
-            raise IndexError(f"target: a class index is out of bounds, accepted are 0 to {classes - 1} and {ignore_index}")
+            raise IndexError(f"target: expected 0 to {classes - 1} or {ignore_index}, got a class index out of bounds")
         # The logits of an ignored row may hold NaN, and are replaced before they are used.
         logp = log_softmax(torch.where(counted[..., None], logits, 0), -1)
         y = torch.where(counted, target, 0)
@@ -667,7 +667,7 @@ def _positions(queries: int, keys: int, alignment: str, device) -> tuple[Tensor,
 
 
 def _largest(input: Tensor, dim: int) -> Tensor:
-    # Softmax does not depend on the number subtracted from the scores, so that its derivative may ignore that number: detach.
+    # Softmax does not depend on the value subtracted from the scores, so its derivative may ignore that value: detach.
     return input.detach().amax(dim, keepdim=True)
 
 

@@ -1,9 +1,9 @@
-"""Softmax, log_softmax, logsumexp and top-k softmax over one dimension of a tensor. Each reads its input once, by the online
+"""Softmax, log_softmax, logsumexp and top-k softmax over one dimension of a tensor. Each reads its input once, using online
 softmax, and has first and second derivatives in closed form.
 
 Notation of the derivatives: x is a row, p its softmax, <a, b> a sum over the classes. g is the gradient of a result, v the
-gradient of a gradient (in double backward). `d_x` is the tangent of x, and `by_x` the part of a result's tangent that is due
-to d_x.
+gradient of a gradient (in double backward). `d_x` is the tangent of x, and `by_x` the part of a result's tangent that comes
+from d_x.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def inner_product(a: Tensor, b: Tensor, dim: int) -> Tensor:
 
 
 def _sum_of_present(*terms):
-    """The sum of the terms that are not None; None where all are."""
+    """The sum of the terms that are not None; None if all are."""
     present = [term for term in terms if term is not None]
     if not present:
         return None
@@ -118,7 +118,7 @@ _softmax_backward = differentiable(SoftmaxBackward)
 
 def try_fast_softmax(name: str, input, dim, log: bool) -> Tensor | None:
     """softmax or log_softmax of a plain tensor in its own dtype: one operator call, which takes a third of the time of all
-    checks and casts. None for any other call, which then goes the long way."""
+    checks and casts. None for any other call, which then runs these."""
     if type(dim) is not int or not is_plain(name, input):
         return None
     rank = input.dim()
@@ -136,8 +136,8 @@ def try_fast_softmax(name: str, input, dim, log: bool) -> Tensor | None:
 
 
 class _PlainSoftmax(torch.autograd.Function):
-    """Softmax of the calls that `try_fast_softmax` takes, without what torch.func needs. On CUDA `backward` runs in a thread of
-    autograd's own, where a step of Python costs more than elsewhere."""
+    """Softmax for the calls of `try_fast_softmax`, without support for torch.func. On CUDA `backward` runs in autograd's own
+    thread, where Python costs more than elsewhere."""
 
     @staticmethod
     def forward(ctx, input, options):
@@ -162,7 +162,7 @@ _apply_plain = plain_apply(_PlainSoftmax)
 
 
 def softmax_impl(name: str, input, dim, dtype, log: bool) -> Tensor:
-    """softmax or log_softmax, once it is decided that our kernel runs; `name` is for error messages."""
+    """softmax or log_softmax of a tensor that our kernel takes; `name` is for error messages."""
     dim = check_dim(dim, input.dim())
     # Softmax is on autocast's list of float32 operators on CUDA, and on no list on the CPU.
     if dtype is None and input.is_cuda and autocasts(input):
@@ -184,8 +184,8 @@ def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor
 
     Args:
         input: any shape and strides; float16, bfloat16, float32 or float64.
-        dim: the dimension whose elements sum to 1.
-        dtype: that of the result, input's if None. With it, input may have any dtype that can be cast to it; a 16-bit input
+        dim: the dimension along which the result sums to 1.
+        dtype: dtype of the result; input's if None. If given, input may have any dtype that can be cast to it; a 16-bit input
             with a float32 result is read without a cast copy.
 
     Returns:
@@ -211,7 +211,7 @@ def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor
 
 def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """input - log(sum(exp(input))) along `dim`: the logarithm of `softmax`, without the rounding of its result. Arguments,
-    result, errors and source are those of `softmax`."""
+    result, errors and source as for `softmax`."""
     if dtype is None and (result := try_fast_softmax("log_softmax", input, dim, True)) is not None:
         return result
     check_tensor("input", input)
@@ -225,7 +225,7 @@ def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Te
 
 
 class LogSumExp(Description):
-    """(input, dim >= 0, dtype) -> log(sum(exp(input))) along dim, which the result lacks, in dtype: the accumulator's, or the
+    """(input, dim >= 0, dtype) -> log(sum(exp(input))) along dim, which is removed, in dtype: the accumulator's, or the
     input's."""
 
     operator = ops.logsumexp_forward
@@ -295,7 +295,7 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) 
     Args:
         input: any shape and strides; float16, bfloat16, float32 or float64; integers are cast to torch's default dtype.
         dim: an int, or several; with `keepdim`, and for a scalar, `()` stands for all dimensions, as in torch.
-        keepdim: whether they stay.
+        keepdim: whether these dimensions stay, with size 1.
 
     Returns:
         The logarithms, of input's dtype after that cast. A row that is empty or all -inf gives -inf. Twice differentiable, also
@@ -304,7 +304,7 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) 
     Raises:
         UnsupportedDtype: a dtype that is not above.
         IndexError: a `dim` is out of range.
-        InvalidArgument: a dimension comes twice.
+        InvalidArgument: a dimension is repeated.
         NotImplementedError: tensors that no kernel takes.
 
     Source: arXiv 1805.02867, as `softmax`.
@@ -317,10 +317,10 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) 
     check_flag("keepdim", keepdim)
     rank = input.dim()
     dims = [check_dim(d, rank) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
-    if not dims and (rank == 0 or keepdim or input.numel() == 0):  # where torch takes no dimension for all of them
+    if not dims and (rank == 0 or keepdim or input.numel() == 0):  # torch takes () for all dimensions here
         dims = list(range(max(rank, 1)))
     if not dims or len(set(dims)) != len(dims):
-        raise InvalidArgument(f"dim: {dim}, expected one dimension or several different ones")
+        raise InvalidArgument(f"dim: expected one dimension or several different ones, got {dim}")
     if rank == 0:
         return logsumexp_rows(input.unsqueeze(0), 0, input.dtype)
     if len(dims) == 1:
@@ -397,8 +397,8 @@ _topk_softmax_backward = differentiable(TopKSoftmaxBackward)
 
 
 def _topk_centred(v, probabilities, indices, input, dim: int, renormalize: bool):
-    """(v at the indices less the mean of v, p). The mean is weighted by p; with `renormalize` it is that of the k elements,
-    weighted by y, and None stands for p, which is then not needed."""
+    """(v at the indices less the mean of v, p). The mean is weighted by p; with `renormalize` it is the mean of the k elements,
+    weighted by y, and p is None, as it is not needed."""
     dtype = accumulator_of(input.dtype)
     v = v.to(dtype)
     chosen = v.gather(dim, indices)
@@ -417,8 +417,8 @@ def _topk_jvp(d_input, probabilities, indices, input, dim: int, renormalize: boo
 def _topk_hessian_product(grad, v, probabilities, indices, input, dim: int, renormalize: bool) -> Tensor:
     """The Hessian of <grad, probabilities> in the input, times v; the Hessian is symmetric, so that v may be a tangent too.
 
-    It is the derivative of <v, gradient> = sum_j y_j g_j c_j, with c the centred v at the indices. One term is due to y, whose
-    cotangent is h = g c, the other to the mean in c.
+    It is the derivative of <v, gradient> = sum_j y_j g_j c_j, with c the centred v at the indices. One term comes from y, with
+    cotangent h = g c, the other from the mean in c.
     """
     centred, p = _topk_centred(v, probabilities, indices, input, dim, renormalize)
     g, y = grad.to(centred.dtype), probabilities.to(centred.dtype)
@@ -441,17 +441,17 @@ def topk_softmax(
 
     Args:
         input: as for `softmax`.
-        k: how many, 0 to input.shape[dim].
+        k: number of probabilities, 0 to input.shape[dim].
         dim: the dimension of the softmax.
         renormalize: divides the k probabilities by their sum.
-        dtype: that of the probabilities, as for `softmax`.
+        dtype: dtype of the probabilities, as for `softmax`.
 
     Returns:
         (probabilities, indices), of size k along `dim`. The probabilities are twice differentiable, also under torch.func
         and in forward mode.
 
     Raises:
-        InvalidArgument: k is out of range. Otherwise what `softmax` raises.
+        InvalidArgument: k is out of range. Otherwise the errors of `softmax`.
 
     Source: arXiv 1805.02867, section 4: softmax and top k in one read of the input.
     """
@@ -467,7 +467,7 @@ def topk_softmax(
     check_flag("renormalize", renormalize)
     classes = input.shape[dim] if input.dim() else 1
     if k < 0 or k > classes:
-        raise InvalidArgument(f"k: {k}, expected 0 to the {classes} elements of dimension {dim}")
+        raise InvalidArgument(f"k: expected 0 to the {classes} elements of dimension {dim}, got {k}")
     if input.dtype != dtype and not (dtype == torch.float32 and input.dtype in _16_BIT):
         input = input.to(dtype)
     if input.dim() == 0:

@@ -44,7 +44,7 @@ def unit_in_last_place(truth: Tensor, dtype: torch.dtype, magnitude: float = 0.0
 
 
 def allowed_error(theirs: Error, truth: Tensor, dtype: torch.dtype, *, magnitude: float = 0.0, bare: bool = False) -> Error:
-    """The errors that `assert_close_to_float64` allows of a result, where torch has the error `theirs` in the same dtype. The
+    """The errors that `assert_close_to_float64` allows for a result, given torch's error `theirs` in the same dtype. The
     maximum is always bounded; the root mean square of fewer than 64 elements may be infinite."""
     finite = truth[truth.isfinite()]
     largest = finite.abs().max().item() if finite.numel() else 0.0
@@ -72,19 +72,18 @@ def assert_close_to_float64(
     """Raises AssertionError unless `ours` is about as close to the float64 `truth` as torch's results in the same dtype.
 
     With ulp = eps(dtype) * max|truth|, the maximum error may be 2 * (maximum error of torch) + 4 ulp, and the root-mean-square
-    error 2 * (that of torch) + 1 ulp; of several `torchs`, the largest error counts. In float64 both may be 1e-10 * max|truth|.
-    The positions of NaN and of +-inf must agree with those of the truth rounded to `dtype`, since float16 overflows where
-    float64 does not.
+    error 2 * (root-mean-square error of torch) + 1 ulp; the largest error of several `torchs` counts. In float64 both may be
+    1e-10 * max|truth|. The positions of NaN and of +-inf must agree with the truth rounded to `dtype`, since float16 overflows
+    where float64 does not.
 
-    `dtype` is the one whose rounding is allowed; ours.dtype if None. `magnitude` is the size of the terms that a result is
-    summed from. It replaces max|truth| where these terms cancel (max|truth| is below a thirtieth of it, as in the gradient of
-    a softmax over a single key), and in results of fewer than 64 elements. So few elements make torch's error a matter of
-    chance; the root-mean-square error is then not checked. With `bare` neither holds: the rule stands as it is, for any number
-    of elements.
+    Rounding to `dtype` is allowed; ours.dtype if None. `magnitude` is the size of the terms that a result is summed from. It
+    replaces max|truth| where these terms cancel (max|truth| is below a thirtieth of it, as in the gradient of a softmax over a
+    single key), and in results of fewer than 64 elements. So few elements make torch's error a matter of chance; the
+    root-mean-square error is then not checked. With `bare` the rule applies unchanged, for any number of elements.
     """
     torchs = [torchs] if isinstance(torchs, Tensor) else list(torchs)
     dtype = dtype or ours.dtype
-    assert ours.shape == truth.shape, f"{name}: shape {list(ours.shape)}, expected {list(truth.shape)}"
+    assert ours.shape == truth.shape, f"{name}: expected shape {list(truth.shape)}, got {list(ours.shape)}"
     ours, truth = ours.detach(), truth.detach().double()
     expected = truth.to(ours.dtype)
     for what, test in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
@@ -92,8 +91,8 @@ def assert_close_to_float64(
         if wrong.any():
             at = tuple(wrong.nonzero()[0].tolist())
             raise AssertionError(
-                f"{name}: {what} in {int(test(ours).sum())} places, expected in {int(test(expected).sum())}; "
-                f"at {list(at)} got {ours[at].item()}, expected {expected[at].item()} (shape {list(ours.shape)}, {dtype})"
+                f"{name}: expected {what} in {int(test(expected).sum())} places, got {int(test(ours).sum())}; at {list(at)} "
+                f"expected {expected[at].item()}, got {ours[at].item()} (shape {list(ours.shape)}, {dtype})"
             )
     if ours.numel() == 0:
         return
@@ -108,8 +107,8 @@ def assert_close_to_float64(
     index = [int(i) for i in torch.unravel_index(torch.tensor(at[0]), ours.shape)] if ours.dim() else []
     raise AssertionError(
         f"{name}: max error {got.max:.3g} (allowed {allowed.max:.3g}, torch {theirs.max:.3g}), rms {got.rms:.3g} (allowed "
-        f"{allowed.rms:.3g}, torch {theirs.rms:.3g}), max|truth| {largest:.3g}; worst at {index}: got "
-        f"{ours[tuple(index)].item():.9g}, expected {truth[tuple(index)].item():.9g} (shape {list(ours.shape)}, {dtype})"
+        f"{allowed.rms:.3g}, torch {theirs.rms:.3g}), max|truth| {largest:.3g}; worst at {index}: expected "
+        f"{truth[tuple(index)].item():.9g}, got {ours[tuple(index)].item():.9g} (shape {list(ours.shape)}, {dtype})"
     )
 
 

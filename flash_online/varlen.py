@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class _VarlenKeywords(AttentionKeywords, total=False):
-    """Those of varlen_attention."""
+    """The keywords of varlen_attention."""
 
     block_table: Tensor | None
     seqused_q: Tensor | None
@@ -107,26 +107,26 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of packed sequences, which lie one after another in one tensor without padding.
 
-    Sequence n has the queries from `cu_seqlens_q[n]` up to `cu_seqlens_q[n + 1]`, and keys likewise. Its result is that of
-    `attention`, bit for bit on the CPU: positions and `alignment="lower_right"` are its own. Any sequence may be empty.
+    Sequence n has the queries from `cu_seqlens_q[n]` up to `cu_seqlens_q[n + 1]`, and keys likewise. Its result equals
+    `attention`'s, bit for bit on the CPU: positions and alignment are relative to the sequence. Sequences may be empty.
 
     Args:
         query: `[Tq, Hq, E]`; float16, bfloat16, float32 or float64; any strides.
         key: `[Tk, Hk, E]`, of query's dtype and device. Hk divides Hq.
         value: `[Tk, Hv, Ev]`, as key. Hv divides Hq too.
-        cu_seqlens_q: int32 `[sequences + 1]` on query's device, ascending from 0: where the queries of each sequence begin.
-            Only the device reads them: starts that are out of order or past the end raise no error, but for inside
-            `flash_online.checked()`, and no memory outside the tensors is read.
-        cu_seqlens_k: the same of the keys.
-        max_seqlen_q: at least the length of the longest sequence, whose queries beyond it are left out; max_seqlen_k: its keys.
+        cu_seqlens_q: int32 `[sequences + 1]` on query's device, ascending from 0: starts of each sequence's queries. Only the
+            device reads them: starts that are out of order or past the end raise an error only inside `flash_online.checked()`,
+            and no memory outside the tensors is read.
+        cu_seqlens_k: the same for keys.
+        max_seqlen_q: at least the length of the longest sequence; queries beyond it are left out. max_seqlen_k: of keys.
         causal: as in `attention`, and so are window, alignment, softcap, sinks, scale, return_lse and deterministic.
         alibi_slopes: `[Hq]` or `[sequences, Hq]`, positive slopes; no gradient.
         dropout_p: as in `attention`; the batch index of the random bits is the index of the sequence.
         block_table: int32 `[sequences, entries]`: key and value are pools of pages `[blocks, page, Hk, E]`, as in
-            `kvcache_attention`, and so is num_splits. With this or one of the next four the call is for inference.
-        seqused_q: int32 `[sequences]`: how many queries of each sequence count; the others get 0. seqused_k: its keys; beside
-            `block_table` cu_seqlens_k may then be None.
-        out: where the result is written, instead of a new tensor.
+            `kvcache_attention`, and so is num_splits. A call with this or one of the next four is for inference.
+        seqused_q: int32 `[sequences]`: number of used queries of each sequence; the rest get 0. seqused_k: number of used keys;
+            with `block_table` cu_seqlens_k may then be None.
+        out: a tensor for the result.
 
     Returns:
         out `[Tq, Hq, Ev]` of query's dtype and order of strides. Padding rows (queries that belong to no sequence, such as
@@ -139,7 +139,7 @@ def varlen_attention(
         InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above.
         NotImplementedError: the device has no kernel for this call.
 
-    Precision of float32 on CUDA: as in `attention`. Source: FlashAttention-2 (arXiv 2307.08691), whose interface this is.
+    Precision of float32 on CUDA: as in `attention`. Source, also of the interface: FlashAttention-2 (arXiv 2307.08691).
     """
     softcap = none_as_zero(softcap)
     check_attention_types(
@@ -150,7 +150,7 @@ def varlen_attention(
     check_attention_options(query, -2, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
     if not (block_table is seqused_q is seqused_k is num_splits is out is None):
         if dropout_p > 0:
-            raise InvalidArgument(f"dropout_p: {dropout_p} over cached keys, expected 0")
+            raise InvalidArgument(f"dropout_p: expected 0 over cached keys, got {dropout_p}")
         return varlen_over_pools(
             *(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_q, seqused_k),
             *(num_splits, out, alibi_slopes, sinks, return_lse),
@@ -202,14 +202,14 @@ def varlen_impl(
     deterministic: bool | None = None,
     rng: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of packed sequences that `check_packed` took. `rng` is the draw of `draw_rng`, made here if None."""
+    """(out, lse) of packed sequences that passed `check_packed`. `rng` is the result of `draw_rng`, drawn here if None."""
     accumulator = accumulator_of(query.dtype)
     if alibi_slopes is not None:
         shape = (cu_seqlens_q.shape[0] - 1, query.shape[1])
         if alibi_slopes.dim() > 2 or broadcast("query, alibi_slopes", shape, alibi_slopes.shape) != shape:
             raise InvalidArgument(
-                f"alibi_slopes: got {list(alibi_slopes.shape)}; accepted are [{shape[1]}], one slope a query head, and "
-                f"{list(shape)}, one for each sequence too"
+                f"alibi_slopes: expected [{shape[1]}], one slope per query head, or {list(shape)}, one for each sequence too, "
+                f"got {list(alibi_slopes.shape)}"
             )
         alibi_slopes = alibi_slopes.to(accumulator).expand(shape)
     left, right = window_bounds(window)
@@ -337,8 +337,8 @@ _varlen_backward = differentiable(_VarlenBackward)
 
 
 def _varlen_gradient_jvp(ctx, tensors, tangents, grad_out=None, grad_lse=None, d_grad_out=None, d_grad_lse=None):
-    """`gradient_jvp` of packed sequences, one sequence after another: the tangents of out and lse and, with grad_out, a tuple
-    of those of the gradients of query, key, value and sinks. `ctx` has the lengths and options of the call."""
+    """`gradient_jvp` of packed sequences, one at a time: the tangents of out and lse and, with grad_out, a tuple of the
+    tangents of the gradients of query, key, value and sinks. `ctx` has the lengths and options of the call."""
     query, key, value, sinks = tensors.query, tensors.key, tensors.value, tensors.sinks
 
     def dense(tensor, rows):
@@ -412,10 +412,10 @@ def sequence_rows(cu_seqlens: Tensor, max_seqlen: int, total: int) -> list[slice
     try:
         starts = [int(start) for start in cu_seqlens.unbind()]
         bounds = [min(max(start, 0), total) for start in starts]
-    except (RuntimeError, NotImplementedError) as error:  # a tracer has no numbers
+    except (RuntimeError, NotImplementedError) as error:  # a tracer has no values
         raise NotImplementedError(
-            "cu_seqlens: expected numbers that Python can read, got those of a tracer: forward mode and second derivatives of "
-            "varlen_attention go sequence by sequence"
+            "cu_seqlens: expected values that Python can read, got a tracer's: forward mode and second derivatives of "
+            "varlen_attention run one sequence at a time"
         ) from error
     rows, end = [], 0
     for first, last in itertools.pairwise(bounds):

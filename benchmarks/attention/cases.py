@@ -1,4 +1,4 @@
-"""The cells: what is measured, in six groups, and the tensors of each."""
+"""The measured cells, in six groups, and their tensors."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 from ..case import Case
 
 TOKENS, HIDDEN = 16384, 2048  # of every plain cell
-BLOCK, HIDDEN_BLOCKS = 64, 0.75  # the block-sparse mask: side of a block, share of the blocks that are hidden
+BLOCK, HIDDEN_BLOCKS = 64, 0.75  # the block-sparse mask: block size, share of hidden blocks
 CHECKED_SEQUENCES = 3  # of a packed cell: the longest, the first and the last
 
 
 @dataclass(frozen=True)
 class Cell(Case):
-    """A problem of attention on a GPU; its family is its group, and `kind` is given. `sizes` and `options` make the label.
+    """A problem of attention on a GPU; its family is its group, and `kind` is given. `sizes` and `options` form the label.
 
     Sizes: B, H, Hkv (if not H), L (queries and keys), E, Ev (if not E). Options: `causal`; `window` W (with causal: a query
     sees itself and the W keys before it); `band` W (it also sees the W keys after it); `softcap`; `alibi`; `mask` "random"
     ([1, 1, L, L], half of it visible), "heads" ([1, H, L, L], likewise), "padding" ([B, 1, 1, L]) or "blocks" (a quarter of
     the blocks of 64 x 64 visible); `bias` "frozen" or "learned" ([1, H, L, L]); `dropout` p; `deterministic`; `tf32`, which
-    lets every provider round the factors of float32. `lengths`: those of packed sequences, in place of B and L.
+    lets every provider round float32 factors. `lengths`: lengths of packed sequences, instead of B and L.
     """
 
     kind: str = ""
@@ -39,7 +39,7 @@ class Cell(Case):
 
 class Problem:
     """A cell's tensors, the same numbers in every run: query, key, value, grad (the output's) [B, H, L, E], packed [T, H, E];
-    `mask` of four dimensions, `blocks` (bool, its blocks), `slopes` [H], `starts` int32 and `longest` where the cell has them.
+    `mask` of four dimensions, `blocks` (bool, its blocks), `slopes` [H], `starts` int32 and `longest` if the cell has them.
     """
 
     def __init__(self, cell: Cell, device: str):
@@ -69,7 +69,7 @@ class Problem:
             self.mask = torch.rand(1, 1, length, length, generator=generator, device=device) < 0.5
         elif kind == "heads":
             self.mask = torch.rand(1, heads, length, length, generator=generator, device=device) < 0.5
-        elif kind == "padding":  # the shortest sequence fills a little more than half of the length, the longest all of it
+        elif kind == "padding":  # sequences fill from just over half to all of the length
             lengths = torch.tensor([length * (batch + n + 1) // (2 * batch) for n in range(batch)], device=device)
             self.mask = (torch.arange(length, device=device) < lengths[:, None])[:, None, None]
         elif kind == "blocks":
@@ -91,7 +91,7 @@ class Problem:
         return [self.query, self.key, self.value, *([self.mask] if learned else [])]
 
     def visible_pairs(self) -> int:
-        """Pairs of a query and a key that it sees, over all heads."""
+        """Number of visible pairs of query and key, over all heads."""
         heads = self.cell.sizes["H"]
         if self.cell.lengths:
             return heads * sum(n * (n + 1) // 2 for n in self.cell.lengths)
@@ -107,7 +107,7 @@ class Problem:
         return batch * heads * length**2
 
     def flops(self, direction: str) -> int:
-        """Operations of the matrix products: forward QK', PV; backward QK' again, dV, dP, dQ, dK."""
+        """Floating-point operations of the matrix products: forward QK', PV; backward QK' again, dV, dP, dQ, dK."""
         head_dim = self.cell.sizes["E"]
         head_dim_v = self.cell.sizes.get("Ev", head_dim)
         return self.visible_pairs() * (2 * (head_dim + head_dim_v) if direction == "forward" else 6 * head_dim + 4 * head_dim_v)
@@ -123,12 +123,12 @@ class Problem:
         return [slice(starts[n], starts[n + 1]) for n in list(chosen)[:CHECKED_SEQUENCES]]
 
     def part(self, tensor: Tensor, piece: slice, of_query: bool) -> Tensor:
-        """A piece of a tensor as [B, H, L, E]."""
+        """A slice of a tensor as [B, H, L, E]."""
         heads = slice(0, self.cell.group_size if of_query else 1)
         return tensor[piece, heads].transpose(0, 1)[None] if self.cell.lengths else tensor[piece, heads]
 
     def parts(self, results: list[Tensor]) -> list[Tensor]:
-        """The checked parts of [out, gradients...], piece by piece."""
+        """The checked parts of [out, gradients...], slice by slice."""
         return [self.part(t, piece, n < 2) for piece in self.pieces() for n, t in enumerate(results)]
 
 
@@ -196,7 +196,7 @@ def _between() -> list[Cell]:
         cell("MQA", 8, 16, 2048, 128, key_heads=1, causal=True),
         *(cell("band", 2, 2048 // head_dim, 8192, head_dim, band=300) for head_dim in (64, 128)),
         cell("dropout, E 64", 4, 32, 4096, 64, causal=True, dropout=0.1),
-        cell("softcap, E 256", 2, 16, 4096, 256, key_heads=8, causal=True, softcap=50.0),  # Gemma 2, whose layers take turns
+        cell("softcap, E 256", 2, 16, 4096, 256, key_heads=8, causal=True, softcap=50.0),  # Gemma 2, alternating layers
         cell("softcap, E 256", 2, 16, 8192, 256, key_heads=8, causal=True, window=4095, softcap=50.0),
         cell("mask, E 256", 4, 8, 4096, 256, mask="random"),
         cell("mask per head", 4, 16, 2048, 96, mask="heads"),
@@ -242,7 +242,7 @@ CELLS = {
     "short": _short(),
     "host": [Cell("host", {"B": 1, "H": 8, "L": 128, "E": 64}, kind="host")],
 }
-# Seconds for all of them, on any device: does the benchmark itself work?
+# A check of the benchmark itself: seconds in total, on any device.
 QUICK = [
     Cell("plain", {"B": 2, "H": 2, "L": 128, "E": 64}, {"causal": True}, torch.float32, "E 64, causal"),
     Cell("plain", {"B": 2, "H": 2, "L": 128, "E": 64}, kind="E 64, full"),

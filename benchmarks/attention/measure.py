@@ -1,13 +1,13 @@
 """python -m flash_online bench attention: every cell is checked first, then its providers are timed, interleaved.
 
-Checked against float64, for ours and for every peer: the output and all gradients of the query heads that share the first key
-head, of the first batch entry (of every one for a bias with gradient) or of three packed sequences. Ours must meet the
-tolerance of the tests, the peers a looser one. Dropout is checked by the mean and variance of what it keeps, and the same call
-without dropout by its results.
+Each provider, ours and peers, is checked against float64: the output and all gradients of the query heads of the first key
+head, in the first batch entry (in every one for a bias with gradient) or in three packed sequences. Ours must meet the
+tolerance of the tests, peers a looser one. Dropout is checked through the mean and variance of the kept weights, and through
+the results of the same call without dropout.
 
-Times are medians between CUDA events; backward is timed apart from forward, forward without gradient. Short cells are replayed
-from a CUDA graph; for the host's cost calls are only enqueued. The baseline, a product of two 8192 x 8192 matrices, is timed in
-the same rounds.
+Times are medians between CUDA events; backward is timed separately from forward, forward without gradient. Short cells are
+replayed from a CUDA graph; for the host time calls are only enqueued. The baseline, a product of two 8192 x 8192 matrices, is
+timed in the same rounds.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .cases import CELLS, QUICK, Cell, Problem
 from .peers import Call, providers
 from .summary import CUDNN, EFFICIENT, summarize, targets
 
-CHUNK = 1 << 25  # scores of the reference at a time
-# The product is of bfloat16 whatever the cell's dtype: it stands for the chip's rate.
+CHUNK = 1 << 25  # scores that the reference computes at a time
+# The product is in bfloat16 for every cell dtype: it measures the chip's rate.
 BASELINE_SIZE, BASELINE_ROUNDS = {"cpu": 512, "cuda": 8192}, 3
-STEP = "step"  # forward and backward together, of the host group
+STEP = "step"  # forward and backward together, for the host group
 
 
 # --- Correctness -----------------------------------------------------------------------------------------------------------
 
 
 def expected(problem: Problem, dtype: torch.dtype) -> list[Tensor]:
-    """What `problem.parts` of [out, gradients...] should be, by the plain reference: in float64 the truth, in the cell's dtype
-    a result with the error that plain torch makes."""
+    """The expected `problem.parts` of [out, gradients...] from the plain reference: exact in float64; in the cell's dtype, with
+    plain torch's error."""
     results = []
     slopes = None if problem.slopes is None else problem.slopes[: problem.cell.group_size].to(dtype)
     for piece in problem.pieces():
@@ -55,7 +55,7 @@ def expected(problem: Problem, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _attend(leaves: list[Tensor], mask: Tensor | None, slopes: Tensor | None, grad: Tensor, options: dict) -> list[Tensor]:
-    """The reference in chunks of queries. A causal chunk needs only the keys up to its end, to which its queries then align."""
+    """The reference in chunks of queries. A causal chunk needs only the keys up to its end, and aligns to them."""
     batch, heads, length = leaves[0].shape[:3]
     causal, window, band = options.get("causal", False), options.get("window"), options.get("band")
     size = max(1, CHUNK // (batch * heads * length))
@@ -66,7 +66,7 @@ def _attend(leaves: list[Tensor], mask: Tensor | None, slopes: Tensor | None, gr
         indices = [(..., rows, slice(None)), (..., keys, slice(None)), (..., keys, slice(None)), (..., rows, keys)]
         chunk = [t[index].detach().requires_grad_() for t, index in zip(leaves, indices, strict=False)]
         seen = chunk[3] if len(chunk) > 3 else mask
-        if band:  # as a mask: neither alignment of a chunk's queries is theirs
+        if band:  # as a mask: neither alignment fits a chunk's queries
             places = torch.arange(length, device=grad.device)
             seen = ((places[:, None] - places).abs() <= band)[None, None]
         out = reference.attention(
@@ -85,7 +85,7 @@ def _attend(leaves: list[Tensor], mask: Tensor | None, slopes: Tensor | None, gr
 
 
 def step(call: Call) -> tuple[list[Tensor], str | None]:
-    """[out, gradients...] in the problem's layout; [out] alone, and why, where there is no backward pass."""
+    """[out, gradients...] in the problem's layout; without a backward pass [out] and the reason."""
     with call.setting():
         out = call.run()
         try:
@@ -100,8 +100,8 @@ def reason(error: Exception) -> str:
 
 
 def check_dropout(name: str, problem: Problem, make) -> None:
-    """With values of 1 an element of the output is the sum of a query's kept weights w over 1 - p. Its mean is 1 and its
-    variance p / (1 - p) sum(w^2), which is least if all n keys have the same weight."""
+    """With values of 1, an output element is the sum of a query's kept weights w over 1 - p. Its mean is 1 and its variance
+    p / (1 - p) sum(w^2), which is least if all n keys have the same weight."""
     ones = problem.without()
     ones.value = torch.ones_like(problem.value)
     call = make(ones)
@@ -112,25 +112,25 @@ def check_dropout(name: str, problem: Problem, make) -> None:
     least = p / (1 - p) / keys
     if not (abs(mean - 1) < 0.01 and variance > least / 2):
         raise AssertionError(
-            f"{name}: what dropout keeps sums to {mean:.4g} in the mean, its variance is {variance:.2g}; expected 1 and at "
+            f"{name}: the kept weights sum to {mean:.4g} on average with variance {variance:.2g}; expected 1 and at "
             f"least {least:.2g}"
         )
 
 
 def check(problem: Problem, makers: dict, result: dict) -> dict[str, tuple[Call, dict]]:
-    """Checks a step of every provider. Returns its call, its error, relative to max|truth|, and its memory. Peers that cannot
-    run, or that are wrong, are entered under `unavailable`; raises AssertionError if ours is wrong."""
+    """Checks a step of every provider. Returns its call, its error relative to max|truth|, and its memory. Peers that fail or
+    are wrong are entered under `unavailable`; raises AssertionError if ours is wrong."""
     cell, parts, facts, calls = problem.cell, {}, {}, {}
     for name, make in makers.items():
         taken = []
         try:
             call = make(problem)
-            step(call)  # so that what a first call compiles, plans or keeps is not counted as memory of the next
+            step(call)  # exclude a first call's compilation, plans and caches from the memory of the next
             extra = testing.peak_extra_bytes(lambda call=call, taken=taken: taken.append(step(call)), device=problem.device)
         except Unavailable as why:
             result["unavailable"][name] = str(why)
             continue
-        except Exception as error:  # a peer may raise anything, ours only NotImplementedError
+        except Exception as error:  # peers may raise anything, ours only NotImplementedError
             if name.startswith(OURS) and not isinstance(error, NotImplementedError):
                 raise AssertionError(f"{cell.kind} ({cell.label}), {name}: {reason(error)}") from error
             result["unavailable"][name] = reason(error)
@@ -151,8 +151,8 @@ def check(problem: Problem, makers: dict, result: dict) -> dict[str, tuple[Call,
         if call.problem.mask is problem.mask:
             parts[name] = problem.parts(results)
     truth, plain = expected(problem, torch.float64), expected(problem, cell.dtype)
-    count = 1 + len(problem.leaves)  # parts of a piece
-    # Peers come first, so that ours is not compared with a wrong one.
+    count = 1 + len(problem.leaves)  # tensors per checked slice
+    # Peers come first, so that ours is not compared with a wrong peer.
     for name in sorted(parts, key=lambda name: name.startswith(OURS)):
         got, errors = parts[name], []
         without_backward = len(got) < len(truth)
@@ -207,7 +207,7 @@ def timers_of(group: str, call: Call, backward: bool, device: str) -> dict[str, 
 
 @contextlib.contextmanager
 def precision_of(cell: Cell):
-    """Torch's setting for products of float32 while the cell is checked and timed."""
+    """Torch's setting for float32 products during the check and the timing of the cell."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     if cell.options.get("tf32"):
@@ -231,7 +231,7 @@ def _measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[s
     for name, (call, _) in checked.items():
         try:
             timers[name] = timers_of(cell.family, call, f"{name}, backward" not in result["unavailable"], device)
-        except Exception as error:  # a call that runs may still refuse to be captured
+        except Exception as error:  # a call that runs may still fail in capture
             if name.startswith(OURS):
                 raise AssertionError(f"{cell.kind} ({cell.label}), {name}, in a CUDA graph: {reason(error)}") from error
             result["unavailable"][name] = reason(error)
@@ -272,7 +272,7 @@ def chosen(groups: list[str] | None, match: str | None, quick: bool) -> list[Cel
 
 
 def run(cells: list[Cell], device: str, facts: dict, path: Path, peers: list[str] | None) -> int:
-    """Measures the cells; `facts` are those of the machine and the run."""
+    """Measures the cells; `facts` describe the machine and the run."""
 
     def of_cell(cell: Cell) -> dict:
         return measure(cell, device, facts["seconds"], facts["rounds"], peers)

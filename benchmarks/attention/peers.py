@@ -25,7 +25,7 @@ from ..summary import FLASH, MATH, OURS
 from .cases import Problem
 from .summary import CUDNN, DEFAULT, DENSE, DROP_IN, EFFICIENT, FA3, FLEX, VARLEN
 
-FA3_VARIABLE = "FLASH_ATTENTION_3"  # names the binary: a library that registers torch.ops.flash_attn_3
+FA3_VARIABLE = "FLASH_ATTENTION_3"  # path of the library that registers torch.ops.flash_attn_3
 NOT_IN_SDPA = ("window", "band", "softcap", "alibi")
 
 
@@ -35,7 +35,7 @@ class Call:
     `setting` is entered around samples, so that choosing a backend is not timed.
     """
 
-    problem: Problem  # what it solves: the cell's problem, except in `ours_all_visible` and `ours_by_default`
+    problem: Problem  # the solved problem: the cell's, except in `ours_all_visible` and `ours_by_default`
     run: Callable[[], Tensor]
     leaves: list[Tensor]
     grad: Tensor
@@ -59,7 +59,7 @@ def _our_options(problem: Problem) -> dict:
 
 
 def ours(problem: Problem) -> Call:
-    """Under strict(), so that nothing forwarded to torch is ever timed as ours."""
+    """Under strict(), so that calls forwarded to torch are never timed as ours."""
     tensors, options = (problem.query, problem.key, problem.value), _our_options(problem)
     if problem.starts is not None:
         packed = (problem.starts, problem.starts, problem.longest, problem.longest)
@@ -95,7 +95,7 @@ def load_fa3() -> None:
 
 @functools.cache
 def _load_library(path: str) -> None:
-    runtime = Path(path).with_name("libcudart.so.12")  # for a binary built for CUDA 12, where the process has another
+    runtime = Path(path).with_name("libcudart.so.12")  # for a binary built for CUDA 12, if the process has another CUDA
     if runtime.is_file():
         ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(path)
@@ -149,7 +149,7 @@ def _heads_first(tensor: Tensor) -> Tensor:
 
 
 def sdpa(backend: SDPBackend, max_score_bytes: int = MAX_SCORE_BYTES) -> Callable[[Problem], Call]:
-    """torch's function by one backend; the math backend where its scores take no more than `max_score_bytes` in float32."""
+    """torch's function with one backend; the math backend only if its float32 scores take at most `max_score_bytes`."""
 
     def provider(problem: Problem) -> Call:
         if problem.starts is not None or any(name in problem.options for name in NOT_IN_SDPA):
@@ -179,7 +179,7 @@ def _backend(backend: SDPBackend, deterministic: bool | None):
     with warnings.catch_warnings(), sdpa_kernel(backend):
         warnings.simplefilter("ignore")  # torch warns of each reason for refusing
         if deterministic:
-            torch.utils.deterministic.fill_uninitialized_memory = False  # a fill of every result would be in the time
+            torch.utils.deterministic.fill_uninitialized_memory = False  # filling every result would count in the time
             torch.use_deterministic_algorithms(True)
         try:
             yield
@@ -208,7 +208,7 @@ def flex(problem: Problem) -> Call:
         return (i >= j) & (i - j <= window)
 
     torch.compiler.reset()
-    torch._functorch.config.donated_buffer = False  # the timer keeps a step's graph for its next sample
+    torch._functorch.config.donated_buffer = False  # the timer reuses a step's graph for its next sample
     length = problem.query.shape[-2]
     hides = blocks is not None or problem.options.get("causal", False)
     options = {
@@ -219,7 +219,7 @@ def flex(problem: Problem) -> Call:
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def run() -> Tensor:
-        with torch.enable_grad():  # without, it would be compiled a second time
+        with torch.enable_grad():  # otherwise it would be compiled a second time
             return compiled(problem.query, problem.key, problem.value, **options)
 
     return Call(problem, run, problem.leaves, problem.grad)
@@ -250,8 +250,8 @@ PROVIDERS: dict[str, Callable[[Problem], Call]] = {
     FLEX: flex,
     VARLEN: torch_varlen,
 }
-# The memory-efficient backend is far behind on plain cells and FlexAttention takes seconds to compile, so that each is timed
-# only where it competes.
+# The memory-efficient backend is far slower on plain cells and FlexAttention takes seconds to compile, so each is timed only
+# where it competes.
 IN_GROUP = {
     "plain": (OURS, FA3, CUDNN, FLASH),
     "features": (OURS, FA3, CUDNN, FLASH, EFFICIENT, MATH),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..summary import DIRECTIONS, FLASH, MATH, OURS, geometric_mean, judge
 
 FA3, CUDNN, EFFICIENT, FLEX, VARLEN = "FA3", "cuDNN", "torch efficient", "FlexAttention", "torch varlen_attn"
-# Our function called in another way. These are no peers, but targets may compare with them.
+# Variants of our call: not peers, but targets may compare with them.
 DROP_IN, DEFAULT, DENSE = f"{OURS}, drop-in", f"{OURS}, default", f"{OURS}, all visible"
 FORWARD, BACKWARD = (("forward",), ("backward",))
 MIB = 1 << 20
@@ -24,7 +24,7 @@ GROUPS = {
 
 
 def over(result: dict, direction: str, peers: Iterable[str] | None = None) -> tuple[float, str] | None:
-    """How many times faster ours is than the fastest of these peers (none given: all but math), and its name."""
+    """Speedup of ours over the fastest of these peers (default: all but math), and the peer's name."""
     entries, key = result["providers"], f"{direction}_ms"
     named = peers or [name for name in entries if name != MATH and not name.startswith(OURS)]
     peer_times = {name: entries[name][key] for name in named if key in entries.get(name, ())}
@@ -35,8 +35,8 @@ def over(result: dict, direction: str, peers: Iterable[str] | None = None) -> tu
 
 
 def summarize(results: list[dict]) -> list[dict]:
-    """An entry for each (group, kind): geometric means of our rate and share, and of the times by which ours is faster than
-    each peer and than the fastest of all, each with its worst cell."""
+    """An entry per (group, kind): geometric means of our rate and share, and of our speedup over each peer and over the
+    fastest, each with its worst cell."""
     groups = defaultdict(list)
     for result in results:
         if OURS in result["providers"] and result["family"] != "host":
@@ -72,8 +72,8 @@ def _over(found: list[tuple[str, tuple[float, str] | None]]) -> dict | None:
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on how many times faster ours is than the fastest of `peers` (none given: of all), over the cells that have one
-    of them: `mean` bounds the geometric mean, `each` every cell."""
+    """A bound on our speedup over the fastest of `peers` (default: all), over the cells that have such a peer: `mean` bounds
+    the geometric mean, `each` every cell."""
 
     name: str
     members: Callable[[dict], bool]
@@ -84,7 +84,7 @@ class Target:
 
 
 def _of(group: str, *kinds: str, **sizes: int) -> Callable[[dict], bool]:
-    """Whether a result is of this group and, if they are given, of these kinds and sizes."""
+    """Whether a result is of this group and of these kinds and sizes, if given."""
     return lambda r: (
         r["family"] == group and (not kinds or r["kind"] in kinds) and all(r["sizes"].get(n) == s for n, s in sizes.items())
     )
@@ -130,12 +130,12 @@ TARGETS = (
     Target("packed, 512 of 64", _of("packed", "512 of 64"), (VARLEN,), None, 2.0),
     Target("short, in a CUDA graph", _of("short"), (), None, 1.0, FORWARD),
 )
-MAX_STEP_MIB = 1100  # for a bias with gradient; 512 of them are the gradient itself
-MAX_US = {"forward": 12.0, "step": 100.0}  # of the host group
+MAX_STEP_MIB = 1100  # for a bias with gradient; the gradient itself takes 512
+MAX_US = {"forward": 12.0, "step": 100.0}  # for the host group
 
 
 def targets(results: list[dict]) -> list[dict]:
-    """The targets of the CUDA kernels, each with what this run measured and whether it is met."""
+    """The targets of the CUDA kernels, each with this run's measurement and whether it is met."""
     found = []
     for target in TARGETS:
         name = f"{target.name}, x {' and '.join(target.peers) or 'the fastest peer'}"

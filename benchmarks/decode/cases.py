@@ -1,4 +1,4 @@
-"""The cells: what is measured, in nine families, and the tensors of each."""
+"""The measured cells, in nine families, and their tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..case import Case
 
 FLOAT8 = torch.float8_e4m3fn
-SHARED = "in the keys"  # where the values of MLA lie: in the first columns
+SHARED = "in the keys"  # MLA's values: the first columns of the keys
 LOG_UNIFORM = "log-uniform"
 KEY_SCALE, VALUE_SCALE = 0.75, 1.25  # of float8 caches
 POSITIONS = 10000.0  # the base of the rotary embedding
@@ -21,16 +21,16 @@ POSITIONS = 10000.0  # the base of the rotary embedding
 
 @dataclass(frozen=True)
 class Cell(Case):
-    """A problem of attention over cached keys; `kind` says what it is an example of. `sizes` and `options` make the label.
+    """A problem of attention over cached keys; `kind` describes the example. `sizes` and `options` form the label.
 
-    Sizes: B, H, Hkv, S (keys that a sequence has room for), L (queries, if not 1), E, Ev (if not E). Options: `page`, without
-    which a cache is contiguous; `window` W (a query sees itself and the W - 1 keys before it); `sinks`; `cache` and the name of
+    Sizes: B, H, Hkv, S (capacity of a sequence in keys), L (queries, if not 1), E, Ev (if not E). Options: `page`, without
+    which a cache is contiguous; `window` W (a query sees itself and the W - 1 keys before it); `sinks`; `cache`, the name of
     its dtype; `values` SHARED (the value cache is a view of the key cache); `append` rows, with rotary embedding; `num_splits`;
-    `prefix` keys, whose pages all sequences begin with; `lengths` how `lengths` were drawn. Caches are full unless `lengths`
-    says how many keys each sequence has.
+    `prefix` keys, with pages shared by all sequences; `lengths`, how `lengths` were drawn. Caches are full unless `lengths`
+    gives the number of keys of each sequence.
 
-    `wanted_us` is what a call shall take on an H200 at most, `known_us` what the fastest peer took there in an earlier
-    measurement, of one that cannot run beside ours today among them.
+    `wanted_us` is the most that a call should take on an H200; `known_us` is the time of the fastest peer there in an earlier
+    measurement, including a peer that can't run with ours today.
     """
 
     kind: str = ""
@@ -49,7 +49,7 @@ class Cell(Case):
 
     @property
     def keys(self) -> list[int]:
-        """How many keys each sequence has, those that are appended included."""
+        """Number of keys of each sequence, appended keys included."""
         return list(self.lengths) or [self.sizes["S"]] * self.sizes["B"]
 
     @property
@@ -61,12 +61,12 @@ class Cell(Case):
         return getattr(torch, self.options["cache"]) if "cache" in self.options else self.dtype
 
     def visible(self, keys: int) -> list[int]:
-        """How many of its sequence's keys each query sees."""
+        """Number of its sequence's keys that each query sees."""
         window = self.options.get("window", keys)
         return [max(0, min(keys - self.queries + 1 + n, window)) for n in range(self.queries)]
 
     def bytes_read(self) -> int:
-        """Keys and values that some query sees, each once; values that lie in the keys are not counted again."""
+        """Bytes of visible keys and values, each once; values that are views of the keys are not counted again."""
         window = self.options.get("window")
         rows = sum(keys if window is None else min(keys, window + self.queries - 1) for keys in self.keys)
         rows -= (len(self.keys) - 1) * self.options.get("prefix", 0)
@@ -74,7 +74,7 @@ class Cell(Case):
         return rows * self.sizes["Hkv"] * width * self.cache_dtype.itemsize
 
     def flops(self) -> int:
-        """Operations of the two matrix products, over pairs of a query and a key that it sees."""
+        """Floating-point operations of the two matrix products, over visible pairs of query and key."""
         pairs = sum(sum(self.visible(keys)) for keys in self.keys)
         return 2 * self.sizes["H"] * pairs * (self.sizes["E"] + self.head_dim_v)
 
@@ -92,11 +92,11 @@ class Tensors:
 
 
 class Problem:
-    """A cell's tensors, the same numbers in every run: `sets`, as many as hold `distinct_bytes` of keys and values, so that a
-    call finds none of its own in the L2 cache; and what they share: `lengths` int32 [B], keys before the append; `table` int32
-    [B, entries] in an order of chance; `sinks` [H]; `rotary` (cos, sin); `scales` float32 [B, Hkv], of keys and of values.
+    """A cell's tensors, the same numbers in every run: `sets`, enough to hold `distinct_bytes` of keys and values, so that a
+    call finds none of its keys in the L2 cache; and shared tensors: `lengths` int32 [B], keys before the append; `table` int32
+    [B, entries] in random order; `sinks` [H]; `rotary` (cos, sin); `scales` float32 [B, Hkv], of keys and of values.
 
-    A pool's memory has the order [blocks, page, Hkv, E], which is what engines keep; a contiguous cache is [B, Hkv, S, E].
+    A pool's memory has the order [blocks, page, Hkv, E], as in serving engines; a contiguous cache is [B, Hkv, S, E].
     """
 
     def __init__(self, cell: Cell, device: str, distinct_bytes: int = 0):
@@ -118,7 +118,7 @@ class Problem:
         return torch.empty(shape, dtype=self.cell.dtype, device=self.device).normal_(generator=self._generator)
 
     def _make_table(self) -> tuple[Tensor, int]:
-        """The table, whose entries behind a sequence's last page are 0, and how many blocks there are."""
+        """The table, with entries 0 after a sequence's last page, and the number of blocks."""
         page = self.options["page"]
         shared = self.options.get("prefix", 0) // page
         counts = [shared, *(math.ceil(n / page) - shared for n in self.cell.keys)]
@@ -154,7 +154,7 @@ class Problem:
     # --- The same problem in another form ------------------------------------------------------------------------------------
 
     def without(self, *names: str) -> Problem:
-        """The same tensors without these options. Without `append` what was appended counts as a part of the cache."""
+        """The same tensors without these options. Without `append`, appended rows are part of the cache."""
         other = copy.copy(self)
         other.options = {name: value for name, value in self.options.items() if name not in names}
         if "append" in names:
@@ -163,7 +163,7 @@ class Problem:
         return other
 
     def widened(self) -> Problem:
-        """With what float8 caches hold in caches of the query's dtype, each number times its scale."""
+        """With float8 caches dequantised to the query's dtype, each number times its scale."""
         other = self.without("cache")
         other.scales = None
 
@@ -198,7 +198,7 @@ class Problem:
         return [(n, head) for n in sequences for head in dict.fromkeys([0, heads - 1])]
 
     def part(self, out: Tensor, piece: tuple[int, int]) -> Tensor:
-        """A piece of [B, H, L, Ev], as [1, group, L, Ev]."""
+        """A checked piece of [B, H, L, Ev], as [1, group, L, Ev]."""
         (n, head), group = piece, self.cell.group_size
         return out[n : n + 1, head * group : (head + 1) * group]
 
@@ -214,7 +214,7 @@ class Problem:
 
 
 def _cell(family: str, kind: str, batch: int, heads: int, key_heads: int, length: int, head_dim: int = 128, **more) -> Cell:
-    """L and Ev of `more` are sizes, `us` is (wanted, known of a peer), `drawn` the lengths; the rest are options."""
+    """L and Ev in `more` are sizes, `us` is (wanted, known from a peer), `drawn` the lengths; other entries are options."""
     sizes = {"B": batch, "H": heads, "Hkv": key_heads, "S": length, "E": head_dim}
     sizes |= {name: more.pop(name) for name in ("L", "Ev") if name in more}
     wanted, known = more.pop("us", (None, None))
@@ -299,7 +299,7 @@ def _quick(family: str, kind: str, heads: int, key_heads: int, dtype: torch.dtyp
     return replace(_cell(family, kind, 3, heads, key_heads, 80, more.pop("E", 32), **more), dtype=dtype)
 
 
-# Seconds for all of them, on any device: does the benchmark itself work?
+# A check of the benchmark itself: seconds in total, on any device.
 QUICK = [
     _quick("plain", "one query", 8, 2, us=(100000.0, 200000.0)),
     _quick("plain", "4 queries", 8, 2, L=4),

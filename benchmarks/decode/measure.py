@@ -1,11 +1,11 @@
 """python -m flash_online bench decode: every cell is checked first, then its providers are timed, interleaved.
 
-Checked against float64, for ours and for every peer: the query heads of the first and the last key head, in the longest, the
-first and the last sequence. Ours must meet the tolerance of the tests, the peers a looser one.
+Each provider, ours and peers, is checked against float64: the query heads of the first and the last key head, in the longest,
+the first and the last sequence. Ours must meet the tolerance of the tests, peers a looser one.
 
-A cell has several sets of tensors, together three times the L2 cache or more, and a CUDA graph has a call for each, one after
-another, so that no call finds its keys in the cache. Times are medians of replays between two events. The baseline, a pass that
-reads a buffer and does nothing else, is timed in the same rounds.
+A cell has several sets of tensors, together at least three times the L2 cache, and a CUDA graph calls each in turn, so that no
+call finds its keys in the cache. Times are medians of replays between two events. The baseline, a pass that only reads a
+buffer, is timed in the same rounds.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .peers import Call, providers
 from .read import read_pass
 from .summary import summarize, targets
 
-L2_SHARE, READ_ROUNDS = 3, 5  # distinct bytes, in L2 caches; rounds of the baseline in a cell
-FLOAT8_TOLERANCE = 0.3  # of max|truth|, for peers, whose queries and weights are float8 as well
+L2_SHARE, READ_ROUNDS = 3, 5  # distinct bytes in multiples of the L2 cache; rounds of the baseline per cell
+FLOAT8_TOLERANCE = 0.3  # of max|truth|, for peers: their queries and weights are float8 too
 
 
 # --- Correctness -------------------------------------------------------------------------------------------------------------
 
 
 def expected(problem: Problem, dtype: torch.dtype) -> list[Tensor]:
-    """What the checked pieces of the output should be, by the plain reference: in float64 the truth, in the query's dtype a
-    result with the error that plain torch makes."""
+    """The expected pieces of the output from the plain reference: exact in float64; in the query's dtype, with plain torch's
+    error."""
     results, one = [], problem.sets[0]
     window = problem.options.get("window")
     for piece in problem.pieces():
@@ -69,8 +69,8 @@ def inference(call: Call):
 
 
 def check(problem: Problem, makers: dict, result: dict) -> dict[str, tuple[Call, float]]:
-    """Checks every provider's result for the first set. Returns its call and its error, relative to max|truth|. Peers that
-    cannot run, or that are wrong, are entered under `unavailable`; raises AssertionError if ours is wrong."""
+    """Checks every provider's result for the first set. Returns its call and its error relative to max|truth|. Peers that fail
+    or are wrong are entered under `unavailable`; raises AssertionError if ours is wrong."""
     cell, calls, checked = problem.cell, {}, {}
     tolerance = FLOAT8_TOLERANCE if problem.scales else PEER_TOLERANCE[cell.dtype]
     for name, make in makers.items():
@@ -80,11 +80,11 @@ def check(problem: Problem, makers: dict, result: dict) -> dict[str, tuple[Call,
                 calls[name] = call, call.view(call.runs[0]()).clone()
         except Unavailable as why:
             result["unavailable"][name] = str(why)
-        except Exception as error:  # a peer may raise anything, ours only NotImplementedError
+        except Exception as error:  # peers may raise anything, ours only NotImplementedError
             if name.startswith(OURS) and not isinstance(error, NotImplementedError):
                 raise AssertionError(f"{cell.kind} ({cell.label}), {name}: {reason(error)}") from error
             result["unavailable"][name] = reason(error)
-    solutions = {}  # made only now: what a call appended is a part of the cache for one that appends nothing
+    solutions = {}  # after the calls: appended rows are part of the cache for calls without append
     for name, (call, out) in calls.items():
         appends, errors = "append" in call.problem.options, []
         if appends not in solutions:
@@ -110,8 +110,8 @@ def check(problem: Problem, makers: dict, result: dict) -> dict[str, tuple[Call,
 
 
 class SetsTimer(Timer):
-    """Samples replay a CUDA graph that has the calls of all sets in turn, each as often as the others; it lies between two
-    events, after a replay that leaves the L2 cache to other sets. Construct it within the call's setting."""
+    """Samples replay a CUDA graph with the calls of all sets in turn, equally often, between two events, after a replay that
+    fills the L2 cache with other sets. Construct it within the call's setting."""
 
     def __init__(self, runs: list, pool):
         super().__init__(None, contextlib.nullcontext, "cuda")
@@ -160,7 +160,7 @@ def measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[st
     for name, (call, _) in checked.items():
         try:
             timers[name] = timer_of(call, device)
-        except Exception as error:  # a call that runs may still refuse to be captured
+        except Exception as error:  # a call that runs may still fail in capture
             if name.startswith(OURS):
                 raise AssertionError(f"{cell.kind} ({cell.label}), {name}, in a CUDA graph: {reason(error)}") from error
             result["unavailable"][name] = reason(error)
@@ -201,7 +201,7 @@ def chosen(families: list[str] | None, match: str | None, quick: bool) -> list[C
 
 
 def software(device: str) -> dict:
-    """The versions that matter here, beside those of the machine's facts."""
+    """Versions that matter here, in addition to the machine's facts."""
     facts = {"cuda": torch.version.cuda}
     if device == "cuda":
         facts |= {"cudnn": torch.backends.cudnn.version(), "l2_bytes": torch.cuda.get_device_properties().L2_cache_size}
@@ -211,7 +211,7 @@ def software(device: str) -> dict:
 
 
 def run(cells: list[Cell], device: str, facts: dict, path: Path, peers: list[str] | None) -> int:
-    """Measures the cells; `facts` are those of the machine and the run."""
+    """Measures the cells; `facts` describe the machine and the run."""
 
     def of_cell(cell: Cell) -> dict:
         result = measure(cell, device, facts["seconds"], facts["rounds"], peers)

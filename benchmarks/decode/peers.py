@@ -23,8 +23,8 @@ from ..summary import FLASH, OURS
 from .cases import FLOAT8, SHARED, Problem, Tensors
 from .summary import ANY_SPLITS, CONTIGUOUS, FA3_FULL, FLASHINFER, PLAIN, REPEATED, WIDE
 
-WORKSPACE = 128 << 20  # bytes that FlashInfer's wrappers ask for
-DECODE_ROWS = 128  # of queries per key head, which the kernel for few queries takes
+WORKSPACE = 128 << 20  # bytes for FlashInfer's wrappers
+DECODE_ROWS = 128  # most rows of queries per key head of the kernel for few queries
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Call:
 
 
 def ours(problem: Problem) -> Call:
-    """Under strict(), so that nothing forwarded to torch is ever timed as ours."""
+    """Under strict(), so that calls forwarded to torch are never timed as ours."""
     if "prefix" in problem.options:
         return ours_cascade(problem)
     options = {"block_table": problem.table, "sinks": problem.sinks, "rotary": problem.rotary}
@@ -60,7 +60,8 @@ def ours(problem: Problem) -> Call:
 
 
 def ours_cascade(problem: Problem) -> Call:
-    """The prefix as the keys of groups of sequences, of at most DECODE_ROWS rows each, and the others as their own."""
+    """The prefix as the keys of groups of sequences, of at most DECODE_ROWS rows each; each sequence's other keys
+    separately."""
     batch, queries, prefix = problem.cell.sizes["B"], problem.cell.queries, problem.options["prefix"]
     pages, members = prefix // problem.options["page"], max(1, DECODE_ROWS // (problem.cell.group_size * queries))
     starts = torch.arange(batch + 1, dtype=torch.int32, device=problem.device) * queries
@@ -102,8 +103,8 @@ def ours_wide(problem: Problem) -> Call:
 
 
 def fa3(problem: Problem, lengths: bool = True) -> Call:
-    """Its registered operator with the arguments that its flash_attn_with_kvcache gives it. Float8 queries are what it takes
-    beside float8 caches; its part of MLA takes the columns of queries and keys that hold no values as a tensor of their own."""
+    """Its registered operator with the arguments of its flash_attn_with_kvcache. Float8 caches require float8 queries. For MLA
+    it takes the columns of queries and keys that hold no values as separate tensors."""
     if problem.sinks is not None:
         raise Unavailable("it has no sinks")
     if not lengths and (problem.table is not None or problem.cell.lengths or problem.options.get("append")):
@@ -143,7 +144,7 @@ def fa3(problem: Problem, lengths: bool = True) -> Call:
 
 
 def fa3_full(problem: Problem) -> Call:
-    """As it is called where every sequence fills its cache, so that it has no lengths to look at on the device."""
+    """The call for full caches, without lengths on the device."""
     return fa3(problem, lengths=False)
 
 
@@ -151,7 +152,7 @@ def fa3_full(problem: Problem) -> Call:
 
 
 def sdpa(backend: SDPBackend) -> Callable[[Problem], Call]:
-    """torch's function by one backend, for one query over contiguous caches that are full."""
+    """torch's function with one backend, for one query over full contiguous caches."""
 
     def provider(problem: Problem) -> Call:
         if problem.cell.queries > 1:
@@ -181,8 +182,8 @@ def _backend(backend: SDPBackend):
 
 
 def flashinfer(problem: Problem) -> Call:
-    """Its wrappers for pages, planned before anything is timed. A contiguous cache would be pages as long as a sequence, which
-    it does not cut, and so it is left out there."""
+    """Its wrappers for pages, planned before timing. A contiguous cache would be pages as long as a sequence, which it does not
+    split, so it is left out there."""
     if problem.table is None:
         raise Unavailable("it takes pages, and cuts sequences between them")
     if problem.sinks is not None or problem.options.get("append") or problem.options.get("values") == SHARED:
@@ -254,6 +255,6 @@ def providers(cell, wanted: list[str] | None = None) -> dict[str, Callable[[Prob
     names = list(IN_FAMILY[cell.family])
     if cell.family == "prefill":
         names.insert(1, CONTIGUOUS if "page" in cell.options else FA3_FULL)
-    if cell.family == "options":  # the others are for contiguous caches
+    if cell.family == "options":  # the other variants are for contiguous caches
         names = [n for n in names if ("page" in cell.options) == (n == FLASHINFER) or n in (OURS, FA3)]
     return {n: PROVIDERS[n] for n in names if n not in PEERS or not wanted or n in wanted}

@@ -1,4 +1,4 @@
-"""The baseline of attention over cached keys: a pass that reads memory and does nothing else."""
+"""The baseline of attention over cached keys: a pass that only reads memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ THREADS, CTAS_PER_SM = 512, 4
 
 @functools.cache
 def read_pass(device: str) -> tuple[Callable[[], object], int, str]:
-    """A call that reads a buffer once, how many bytes that are, and what reads it: our kernel, or torch's sum where torch
-    cannot compile it."""
+    """A call that reads a buffer once, the number of bytes, and the reader: our kernel, or torch's sum if torch cannot compile
+    our kernel."""
     size = BYTES[device]
     buffer = torch.zeros(size // 8, dtype=torch.int64, device=device)
     if device == "cuda" and (kernel := _kernel()):
@@ -28,7 +28,7 @@ def read_pass(device: str) -> tuple[Callable[[], object], int, str]:
 
 
 def _kernel():
-    """The kernel of read.cu, compiled by torch's NVRTC; None where this torch has no such function, or it fails."""
+    """The kernel of read.cu, compiled by torch's NVRTC; None if this torch lacks it, or it fails."""
     try:
         return torch.cuda._compile_kernel(SOURCE.read_text(), "read_only")
     except (AttributeError, ImportError, OSError, RuntimeError):

@@ -10,7 +10,7 @@ from ..attention.summary import CUDNN, FA3
 from ..summary import FLASH, OURS, geometric_mean
 
 FA3_FULL, FLASHINFER = "FA3, without lengths", "FlashInfer"
-# Our function called in another way. These are no peers, but targets compare with them.
+# Variants of our call: not peers, but targets compare with them.
 PLAIN, ANY_SPLITS = f"{OURS}, without append", f"{OURS}, num_splits None"
 CONTIGUOUS, WIDE = f"{OURS}, contiguous", f"{OURS}, 16-bit caches"
 REPEATED = f"{OURS}, repeated pages"
@@ -29,7 +29,7 @@ DRAWN = (OURS, FA3, FA3_FULL, CUDNN, FLASH, FLASHINFER)  # of the figure
 
 
 def over(result: dict, peers: Iterable[str] | None = None) -> tuple[float, str] | None:
-    """How many times faster ours is than the fastest of these peers (none given: of all), and its name."""
+    """Speedup of ours over the fastest of these peers (default: all), and the peer's name."""
     entries = result["providers"]
     named = peers or [name for name in entries if not name.startswith(OURS)]
     peer_times = {name: entries[name]["us"] for name in named if name in entries}
@@ -40,8 +40,8 @@ def over(result: dict, peers: Iterable[str] | None = None) -> tuple[float, str] 
 
 
 def summarize(results: list[dict]) -> list[dict]:
-    """An entry for each family: geometric means of our share of the reads' rate and of the times by which ours is faster than
-    each peer and than the fastest of all, with the worst cell."""
+    """An entry per family: geometric means of our share of the read rate and of our speedup over each peer and over the
+    fastest, with the worst cell."""
     families = defaultdict(list)
     for result in results:
         if OURS in result["providers"]:
@@ -71,7 +71,7 @@ def _over(members: list[dict], peers: list[str] | None) -> dict | None:
 
 @dataclass(frozen=True)
 class Faster:
-    """How many times faster than the fastest of `peers` (none given: of all) ours has to be in every member that has one."""
+    """The required speedup of ours over the fastest of `peers` (default: all), in every member that has one."""
 
     name: str
     members: Callable[[dict], bool]
@@ -81,7 +81,7 @@ class Faster:
 
 @dataclass(frozen=True)
 class Beside:
-    """What a call may cost beside the same problem in another form: at most `times` its time, or at most `us` more."""
+    """The most that a call may take compared with the same problem in another form: `times` its time, or `us` more."""
 
     name: str
     members: Callable[[dict], bool]
@@ -91,7 +91,7 @@ class Beside:
 
 
 def _of(family: str, kind: str | None = None, **sizes: int) -> Callable[[dict], bool]:
-    """Whether a result is of this family and, if they are given, of this kind and these sizes."""
+    """Whether a result is of this family and of this kind and these sizes, if given."""
     return lambda r: (
         r["family"] == family and kind in (None, r["kind"]) and all(r["sizes"].get(n) == s for n, s in sizes.items())
     )
@@ -113,7 +113,7 @@ BESIDE = (
 
 
 def targets(results: list[dict]) -> list[dict]:
-    """Each target with what this run measured, and whether it is met. Those in microseconds are of an H200."""
+    """Each target with this run's measurement, and whether it is met. Targets in microseconds are for an H200."""
     found = []
     for target in FASTER:
         ratios = [(*ratio, r["case"]) for r in results if target.members(r) and (ratio := over(r, target.peers or None))]

@@ -38,16 +38,16 @@ class Kernels:
         ORGANISATIONS.
 
         Raises:
-            ValueError: the tensors are not what the class says.
-            RuntimeError: of the call, where CUDA refuses the launch.
+            ValueError: the tensors do not fit the class's description.
+            RuntimeError: from the call, if CUDA rejects the launch.
         """
         tensors = (query, key, value)
         if any(t.shape != query.shape or t.dtype != torch.bfloat16 or not t.is_contiguous() for t in tensors):
-            raise ValueError("query, key and value have to be contiguous bfloat16 of one shape")
+            raise ValueError("query, key, value: expected contiguous bfloat16 of one shape, got others")
         batch, heads, length, head_dim = query.shape
         if length % TILE_KEYS or head_dim not in HEAD_DIMS:
-            raise ValueError(f"L {length}, E {head_dim}: L has to be a multiple of {TILE_KEYS}, and E 64 or 128")
-        # NaN, so that what a kernel leaves out is seen.
+            raise ValueError(f"query: expected L a multiple of {TILE_KEYS} and E 64 or 128, got L {length}, E {head_dim}")
+        # NaN, so that unwritten elements show.
         out, kept = torch.full_like(query, torch.nan), []
         if organisation in (V1, V1_STRIPED):
             kept = [torch.full(s, torch.nan, device=query.device) for s in (query.shape, query.shape[:3], query.shape[:3])]
@@ -69,7 +69,7 @@ class Kernels:
         return ctas.value
 
     def provider_begins(self) -> None:
-        """Launches a kernel that does nothing, by which a profile is cut into providers."""
+        """Launches an empty kernel, which separates the providers in a profile."""
         self._check(self._library.family_provider_begins(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)))
 
     def _check(self, message: bytes | None) -> None:

@@ -1,8 +1,8 @@
 """python -m flash_online bench family: every provider is checked, then timed, interleaved; then a profiler counts its bytes.
 
-All of a result is checked against float64, by the rule of the tests for this library and for our own kernels, whose results are
-NaN before. Times are medians between CUDA events, forward alone and without gradient. What the profiler counts is of one call
-of each provider, in a process of its own (traffic.py).
+All of a result is checked against float64, within the tests' tolerance for this library and for our own kernels, on outputs
+filled with NaN before. Times are medians between CUDA events, forward only and without gradient. The profiler counts one call
+of each provider, in a separate process (traffic.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from . import traffic
 from .build import Kernels
 from .summary import ORGANISATIONS, PROFILED_LENGTH, TRITON, asked, least
 
-MAX_MATH_BYTES = 1 << 34  # of scores; the math backend holds some four tensors of that size
-OWN = (*ORGANISATIONS, TRITON, OURS)  # one of these that is wrong is a fault of ours
+MAX_MATH_BYTES = 1 << 34  # of scores; the math backend holds about four tensors of that size
+OWN = (*ORGANISATIONS, TRITON, OURS)  # a wrong result of one of these is our error
 
 
 def cell(head_dim: int, causal: bool, length: int, tokens: int = TOKENS) -> Cell:
@@ -76,7 +76,7 @@ def providers(kernels: Kernels) -> dict[str, Callable[[Problem], Call]]:
 
 
 def expected(problem: Problem, dtype: torch.dtype) -> Tensor:
-    """By the plain reference, head after head, as a head's scores may take gigabytes."""
+    """From the plain reference, one head at a time, as a head's scores may take gigabytes."""
     out = torch.empty(problem.query.shape, dtype=dtype, device=problem.query.device)
     with torch.no_grad():
         for b in range(out.shape[0]):
@@ -93,8 +93,8 @@ def inference(call: Call):
 
 
 def check(problem: Problem, makers: dict[str, Callable[[Problem], Call]], result: dict) -> dict[str, Call]:
-    """The calls of all providers that are right. Raises AssertionError if this library's or one of our own kernels' is wrong;
-    peers that are, or that cannot run, are entered under `unavailable`."""
+    """The calls of all providers with correct results. Raises AssertionError if this library or one of our kernels is wrong;
+    peers that fail or are wrong are entered under `unavailable`."""
     truth, plain = expected(problem, torch.float64), expected(problem, problem.query.dtype)
     calls = {}
     for name, make in makers.items():
@@ -110,7 +110,7 @@ def check(problem: Problem, makers: dict[str, Callable[[Problem], Call]], result
             if name in OWN:
                 raise
             result["unavailable"][name] = reason(wrong)
-        except Exception as error:  # a peer may raise anything
+        except Exception as error:  # peers may raise anything
             if name in (*ORGANISATIONS, OURS):
                 raise AssertionError(f"{title}: {error}") from error
             result["unavailable"][name] = reason(error)
@@ -122,7 +122,7 @@ def check(problem: Problem, makers: dict[str, Callable[[Problem], Call]], result
 
 
 def describe(name: str, problem: Problem, kernels: Kernels, call: Call) -> dict:
-    """What the arithmetic needs to know of how a provider runs."""
+    """Launch facts of a provider that the byte computation needs."""
     if name in ORGANISATIONS:
         return {"ctas_per_head": kernels.ctas_per_head(name, problem.query)}
     if name == TRITON:
@@ -160,8 +160,8 @@ def line(result: dict) -> str:
 
 
 def run(quick: bool, facts: dict, path: Path, profiler: str | None) -> int:
-    """The whole benchmark; `facts` are those of the machine and the run, `profiler` is Nsight Compute's program, None for times
-    alone. Returns 2 if it cannot run here."""
+    """The whole benchmark; `facts` describe the machine and the run, `profiler` is Nsight Compute's program, None for times
+    only. Returns 2 if it cannot run here."""
     try:
         if not torch.cuda.is_available():
             raise Missing("the kernels need a CUDA GPU")

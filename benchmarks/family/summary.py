@@ -1,4 +1,4 @@
-"""The providers of the family, and the bytes that each organisation asks for by arithmetic."""
+"""The providers of the family, and the computed bytes that each organisation requests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TRITON = "Triton"
 PROVIDERS = (*ORGANISATIONS, TRITON, FLEX, EFFICIENT, FLASH, FA3, OURS, MATH)
 TILE_QUERIES, TILE_KEYS = 64, 128  # of kernels.cu
 PROFILED_LENGTH = 4096
-WIDTH, STATE = 2, 4  # bytes of an element (bfloat16), and of an element of O, m or l on its way (float32)
+WIDTH, STATE = 2, 4  # bytes of an element (bfloat16), and of a stored element of O, m or l (float32)
 
-# Queries of a CTA's tile in peers whose sources fix them, by head dim: PyTorch's mem_eff_attention/kernels/cutlassF.h,
+# Queries of a CTA's tile, by head dim, where the peer's source fixes them: PyTorch's mem_eff_attention/kernels/cutlassF.h,
 # FlashAttention's csrc/flash_attn/src/flash_fwd_launch_template.h (without dropout) and hopper/tile_size.h, and
 # csrc/cuda/attention/sm90/forward/tiles.h here.
 TILE_QUERIES_OF = {
@@ -24,7 +24,7 @@ TILE_QUERIES_OF = {
     FA3: {64: 192, 128: 128},
     OURS: {64: 192, 128: 128},
 }
-# The memory-efficient kernel loads its queries with every block of keys, of so many (kernel_forward.h beside cutlassF.h).
+# The memory-efficient kernel loads its queries again for every block of this many keys (kernel_forward.h, next to cutlassF.h).
 EFFICIENT_KEYS = {64: 64, 128: 128}
 
 
@@ -35,7 +35,7 @@ class Bytes:
 
 
 def blocks_of_tiles(length: int, queries: int, keys: int, causal: bool) -> list[int]:
-    """How many blocks of keys each tile of queries sees."""
+    """Number of key blocks that each tile of queries sees."""
     ends = (min(first + queries, length) if causal else length for first in range(0, length, queries))
     return [-(-end // keys) for end in ends]
 
@@ -47,14 +47,14 @@ def least(sizes: dict[str, int]) -> Bytes:
 
 
 def asked(name: str, sizes: dict[str, int], causal: bool, entry: dict) -> Bytes | None:
-    """The bytes that the SMs ask of the L2 cache and send to it; None where the tile's height is not known. `entry`, the
-    provider's result, has `ctas_per_head` for the kernels with keys outside, and `tile` for Triton's."""
+    """The bytes that the SMs request from the L2 cache and send to it; None if the tile's height is unknown. `entry`, the
+    provider's result, has `ctas_per_head` for the kernels with keys in the outer loop, and `tile` for Triton's."""
     heads, length, head_dim = sizes["B"] * sizes["H"], sizes["L"], sizes["E"]
     row, out = WIDTH * head_dim, WIDTH * heads * length * head_dim
     if name in (V1, V1_STRIPED):
         seen = blocks_of_tiles(length, TILE_QUERIES, TILE_KEYS, causal)
         stripes = [seen[n :: entry["ctas_per_head"]] for n in range(entry["ctas_per_head"])]
-        loads = sum(max(stripe) for stripe in stripes)  # of a block of keys and values
+        loads = sum(max(stripe) for stripe in stripes)  # of blocks of keys and values
         kept = TILE_QUERIES * STATE * (head_dim + 2) * (sum(seen) - len(seen))  # O, m and l between two blocks
         read = row * (TILE_QUERIES * sum(seen) + 2 * TILE_KEYS * loads) + kept
         return Bytes(heads * read, heads * kept + out)
@@ -63,7 +63,7 @@ def asked(name: str, sizes: dict[str, int], causal: bool, entry: dict) -> Bytes 
         queries = entry.get("tile", {}).get("queries")
     if queries is None:
         return None
-    # To the key, whatever the height of a block of keys: a tile's last block goes up to its diagonal.
+    # Exact to the key, for any height of a block of keys: a tile's last block ends at its diagonal.
     keys = sum(min(first + queries, length) if causal else length for first in range(0, length, queries))
     rows = length  # of queries
     if name == EFFICIENT:

@@ -1,9 +1,9 @@
-"""How many bytes each provider moves, counted by Nsight Compute (ncu) in a process that calls each once.
+"""Counts the bytes that each provider moves, using Nsight Compute (ncu) in a process that calls each provider once.
 
 python -m benchmarks.family.traffic is that process. It calls every provider before the profiler starts, so that nothing is
-compiled or allocated later, and launches an empty kernel before each profiled call, by which the profile is cut into providers.
-The profiler empties the caches before each kernel; what a kernel has written and the L2 cache still holds at its end is not in
-the bytes written to DRAM.
+compiled or allocated later, and launches an empty kernel before each profiled call, which separates the providers in the
+profile. The profiler clears the caches before each kernel; data that a kernel wrote and that is still in the L2 cache at its
+end is not counted in the bytes written to DRAM.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LIMIT_SECONDS = 400
 
 
 def bytes_of(rows: Iterable[str], names: list[list[str]]) -> list[dict[str, dict[str, int]]]:
-    """ncu's lines of CSV, a metric of a kernel each, with units that are not scaled -> of each cell, by provider, the bytes of
-    all its kernels and their number. `names` are the providers of each cell in the order of their calls.
+    """Parses ncu's CSV lines, a metric of a kernel each, with unscaled units. Returns for each cell, by provider, the bytes of
+    all its kernels and their number. `names` are the providers of each cell in call order.
 
     Raises:
-        ValueError: there are not as many boundaries as providers, or a provider has no kernel.
+        ValueError: the numbers of boundaries and providers differ, or a provider has no kernel.
     """
     order = [(cell, name) for cell, of_cell in enumerate(names) for name in of_cell]
     found: list[dict[str, dict[str, int]]] = [{} for _ in names]
@@ -101,7 +101,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description="The process that ncu profiles.")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--names", type=Path, required=True, help="where the names of the profiled providers go, cell by cell")
+    parser.add_argument("--names", type=Path, required=True, help="output file for the profiled providers' names, per cell")
     options = parser.parse_args()
     kernels, names = measure.Kernels(), []
     for cell in measure.profiled_cells(options.quick):
@@ -112,7 +112,7 @@ def main() -> None:
                 with measure.inference(call):
                     call.run()
                 calls[name] = call
-            except Exception as error:  # the run of times has said why
+            except Exception as error:  # the timing run reported the reason
                 print(f"{cell.title}, {name}: {error}", file=sys.stderr)
         torch.cuda.synchronize()
         torch.cuda.profiler.start()

@@ -1,5 +1,5 @@
-"""Fused attention in Triton, forward: the organisation of FlashAttention-2, with tiles as the only unit of the language. What a
-warp or a thread has, the compiler decides, and so it does when a block of keys is loaded. Importing this needs triton.
+"""Fused attention in Triton, forward: FlashAttention-2's organisation, with tiles as the language's only unit. The compiler
+decides the work of warps and threads, and when a block of keys is loaded. Importing this needs triton.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def absorb(q, o, total, m, key, value, first, rows, scale, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr, HIDES: tl.constexpr):
-    """One block of keys: (m, total, o) of the tile's rows, raised to the block's maximum, and the block's weights added."""
+    """Processes a block of keys: returns (m, total, o) of the tile's rows, with the maximum raised and the weights added."""
     keys, columns = first + tl.arange(0, KEYS), tl.arange(0, HEAD_DIM)
     k = tl.load(key + keys[None, :] * HEAD_DIM + columns[:, None])
     s = tl.dot(q, k)
@@ -41,8 +41,8 @@ def forward(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Tensors [heads, length, HEAD_DIM], contiguous; `length` is a multiple of QUERIES and of KEYS, and QUERIES one of KEYS.
-    `scale` has log2(e) in it. The grid is (tiles of queries, heads)."""
+    """Tensors [heads, length, HEAD_DIM], contiguous; QUERIES divides `length`, KEYS divides QUERIES. `scale` includes log2(e).
+    The grid is (tiles of queries, heads)."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # causal: the most work comes first
     head = tl.program_id(1).to(tl.int64) * length * HEAD_DIM
     rows, columns = tile * QUERIES + tl.arange(0, QUERIES), tl.arange(0, HEAD_DIM)
@@ -69,8 +69,8 @@ tuned = triton.autotune(CONFIGS, key=["length", "HEAD_DIM", "CAUSAL"])(forward)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, kernel=tuned, **tile: int) -> Tensor:
-    """Contiguous tensors [B, H, L, E] of one shape, L a multiple of 128, E a power of two. Without `tile`, the first call of a
-    shape tries every one of CONFIGS."""
+    """Contiguous tensors [B, H, L, E] of one shape, L a multiple of 128, E a power of two. Without `tile`, the first call with
+    a shape tries all CONFIGS."""
     batch, heads, length, head_dim = query.shape
     out = torch.empty_like(query)
     kernel[lambda chosen: (length // chosen["QUERIES"], batch * heads)](
@@ -80,7 +80,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, kernel=tu
 
 
 def chosen_tile() -> dict[str, int]:
-    """Of the last call: queries, keys, warps and stages."""
+    """The tile of the last call: queries, keys, warps and stages."""
     best = tuned.best_config
     return {
         "queries": best.kwargs["QUERIES"],

@@ -1,9 +1,9 @@
 """python -m flash_online bench paper: the paper's kernels and this library's, each checked first, then timed, interleaved.
 
-Every kernel is checked against torch in float64, at as many rows, spread over the batch, as have half a million elements; that
-probabilities of every row sum to 1 and that every index was written is checked over all rows. A call is timed as often as fills
-two milliseconds, short ones replayed from a CUDA graph, so that the host's part of a call does not count; inputs are normal
-elements, the same in every sample. What fits into the chip's cache is read from there, as in the paper.
+Every kernel is checked against torch in float64, on rows spread over the batch with half a million elements in total; on all
+rows, that probabilities sum to 1 and that every index was written. Calls are repeated to fill two milliseconds, short ones in a
+CUDA graph, which excludes host time; inputs are normally distributed, the same in every sample. Data that fits into the chip's
+cache is read from there, as in the paper.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ CLASSES = (
 QUICK = (63, 1000, 25000)
 CHECKED_ELEMENTS = 1 << 19
 TOLERANCE = 1e-4  # of the largest probability: float32 sums over up to 10^7 terms, by the chip's own exp
-ALIKE = 1e-5  # difference of logits whose probabilities may be equal in float32
-TENSORS = 3  # of the input's size: it, the paper's result, ours
-TOP = "top {}"  # the results' name for a k
+ALIKE = 1e-5  # logits this close may have equal float32 probabilities
+TENSORS = 3  # of the input's size: the input, the paper's result, ours
+TOP = "top {}"  # name of the results for a k
 
 
 class Rows:
@@ -77,7 +77,7 @@ class Rows:
 
 
 def providers(rows: Rows, kernels: Kernels) -> dict[str, dict]:
-    """What is timed -> name -> a call that returns (probabilities, indices or None)."""
+    """problem -> name -> a call that returns (probabilities, indices or None)."""
 
     def softmax(name):
         def call():
@@ -120,7 +120,7 @@ def case_of(rows: int, classes: int) -> Case:
 
 
 def measure(case: Case, kernels: Kernels, seconds: float, rounds: int) -> dict:
-    torch.cuda.empty_cache()  # the largest size needs nearly all of the memory
+    torch.cuda.empty_cache()  # the largest size needs nearly all memory
     size, result = tuple(case.sizes.values()), case.head() | {"us": {}, "error": {}}
     needed = TENSORS * 4 * size[0] * size[1]
     if needed > 0.95 * torch.cuda.mem_get_info()[0]:
@@ -137,7 +137,7 @@ def measure(case: Case, kernels: Kernels, seconds: float, rounds: int) -> dict:
                 result["error"][what][name] = rows.error(label, *call())
         pool = torch.cuda.graph_pool_handle()
         timers = {(what, name): GraphTimer(call, pool) for what, by_name in calls.items() for name, call in by_name.items()}
-        # copy_() is no kernel in a CUDA graph, and a third slower at some sizes; torch.neg moves the same bytes.
+        # copy_() in a CUDA graph is not a kernel, and a third slower at some sizes; torch.neg moves the same bytes.
         copy = GraphTimer(lambda: torch.neg(rows.x, out=rows.y), pool)
         interleave([*timers.values(), copy], seconds, rounds)
     result["copy_us"] = 1e6 * copy.median
@@ -158,7 +158,7 @@ def line(result: dict) -> str:
 
 
 def run(quick: bool, facts: dict, path: Path) -> int:
-    """The whole benchmark; `facts` are those of the machine and the run. Returns 2 if it cannot run here."""
+    """The whole benchmark; `facts` describe the machine and the run. Returns 2 if it cannot run here."""
     try:
         if not torch.cuda.is_available():
             raise Missing("the paper's kernels need a CUDA GPU")

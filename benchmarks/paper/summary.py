@@ -1,4 +1,4 @@
-"""What the paper's tables and curves show of its results: speed-ups and the cost of one read."""
+"""The values in the paper's tables and curves: speedups and the cost relative to one read."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from ..summary import OURS
 SOFTMAX, BASELINE, FASTER = "softmax", "safe", ("naive", "online", OURS)
 TOP_BASELINE, TOP_FASTER = "unfused", ("safe, fused", "online, fused", OURS)
 CLAIMS = {SOFTMAX: 1.3, "top 5": 5.0}  # the abstract's, on a V100: "up to"
-LEAST_CLASSES = 1000  # with fewer, a call is a launch and little else
+LEAST_CLASSES = 1000  # with fewer, launch time dominates
 CHOSEN = (4000, 25000, 1000000)  # classes at which every k is shown
 
 
 def speed_up(result: dict, what: str, name: str) -> float:
-    """Above 1: faster than the safe softmax, for a top k than the unfused functions."""
+    """Speedup over the safe softmax or, for a top k, over the unfused functions."""
     us = result["us"][what]
     return us[BASELINE if what == SOFTMAX else TOP_BASELINE] / us[name]
 
 
 def over_one_read(result: dict, what: str) -> float:
-    """Our time over that of reading the input once, at the rate of the copy of the same tensor."""
+    """Our time over the time of reading the input once, at the copy rate of the same tensor."""
     return result["us"][what][OURS] / (result["copy_us"] / 2)
 
 

@@ -41,7 +41,7 @@ class Batches {
     }
     return offset;
   }
-  // Whether this outer index is the first one to touch its part of the tensor. The first writes a gradient, later ones add to
+  // True if this outer index is the first one to touch its part of the tensor. The first writes a gradient, later ones add to
   // it.
   bool first_visit(int64_t tensor, int64_t index) const {
     for (int64_t i = inner_ - 1; i >= 0; --i) {

@@ -11,13 +11,13 @@ namespace flash_online {
 // The keys that a sequence's table has room for.
 FLASH_ONLINE_HD int64_t capacity_of(const CacheView& cache) { return cache.entries * cache.page; }
 
-// How many keys at the beginning of sequence n nobody sees.
+// The number of keys at the beginning of sequence n that no query sees.
 template <class Int = int64_t>
 FLASH_ONLINE_HD Int left_of(const CacheView& cache, int64_t n) {
   return cache.left ? clamp<Int>(cache.left[n], 0, static_cast<Int>(capacity_of(cache))) : 0;
 }
 
-// How many keys sequence n has before the new ones, its padding on the left counted.
+// The number of keys of sequence n before the new ones, with its padding on the left.
 template <class Int = int64_t>
 FLASH_ONLINE_HD Int old_keys(const CacheView& cache, int64_t n) {
   const Int capacity = static_cast<Int>(capacity_of(cache));
@@ -49,7 +49,7 @@ FLASH_ONLINE_HD int64_t block_of(const CacheView& cache, int64_t n, int64_t entr
   return checked_block(cache, cache.table ? cache.table[row * cache.table_stride + entry] : row);
 }
 
-// What the keys, or values, of a head of sequence n are multiplied by: `scales` and their strides are the cache's.
+// The scale of the keys, or values, of a head of sequence n. `scales` and their strides are the cache's.
 FLASH_ONLINE_HD float scale_of(const float* scales, const int64_t (&stride)[2], int64_t n, int64_t head) {
   return scales ? scales[n * stride[0] + head * stride[1]] : 1.0f;
 }
@@ -77,7 +77,7 @@ FLASH_ONLINE_HD Rows unused_queries(const AttentionProblem& problem, int64_t n) 
   return {all.begin + used, all.count - used};
 }
 
-// How the keys of a sequence are cut into pieces, which merge in ascending order. It depends on the sequence alone.
+// The cut of the keys of a sequence into pieces, which merge in ascending order. It depends on the sequence alone.
 constexpr int64_t kKeysPerSplitBlock = 64;
 
 // The pieces of a sequence of `keys` keys: as many as are wanted, if `least` keys are there for each.

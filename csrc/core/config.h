@@ -1,4 +1,4 @@
-// What every file of the library needs: the function attribute of code that runs on host and device.
+// The function attribute of code that runs on host and device.
 #pragma once
 
 // Functions are always inlined: the same template is compiled for several instruction sets into one library, and the linker

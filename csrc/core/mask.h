@@ -60,7 +60,7 @@ FLASH_ONLINE_HD QueryRange queries_of_all(const Visibility& visible, int64_t fir
   return {begin, end < 0 ? 0 : end};
 }
 
-// Whether each of the queries [first, last) sees all keys [begin, end).
+// True if each of the queries [first, last) sees all keys [begin, end).
 FLASH_ONLINE_HD bool all_see(const Visibility& visible, int64_t first, int64_t last, int64_t begin, int64_t end, int64_t keys) {
   return keys_of(visible, last - 1, keys).begin <= begin && end <= keys_of(visible, first, keys).end;
 }

@@ -47,7 +47,7 @@ struct Binary {
   FLASH_ONLINE_HD static float log(float x) { return ::log2f(x); }
 };
 
-// -infinity; T may be a vector of GCC's vector extension, whose lanes are then all -infinity.
+// -infinity; all lanes are -infinity if T is a vector of GCC's vector extension.
 template <class T>
 FLASH_ONLINE_HD T lowest() {
   if constexpr (std::is_arithmetic_v<T>)
@@ -143,7 +143,7 @@ struct OnlineSoftmax {
   // log(sum of exp(score)), in units of the base; -inf for the empty row.
   FLASH_ONLINE_HD T lse() const { return static_cast<T>(max + Base::log(Max(sum))); }
 
-  // What rounding lse() to T dropped; 0 where lse is not finite. lse() + lse_low() has twice T's precision, from which a
+  // The rounding error of lse() in T; 0 if lse is not finite. lse() + lse_low() has twice T's precision, from which a
   // backward pass computes exp(score - lse) correctly even for scores far from 0.
   FLASH_ONLINE_HD T lse_low() const {
     const Max log_sum = Base::log(Max(sum)), total = max + log_sum;

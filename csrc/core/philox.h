@@ -21,9 +21,9 @@ struct Philox {
 
   static constexpr int kKeys = 8;  // the keys of one query about which one draw decides
 
-  // Whether the weights of the keys kKeys * group .. kKeys * group + 7 of a query are kept: bit n belongs to the n-th key. Each
-  // of a draw's four words decides about two keys: as it is, and multiplied by 2^16 + 1, whose upper half is the sum of the
-  // word's two halves. Either is uniformly distributed over 32 bits, and the upper 16 bits of the two are independent.
+  // Returns whether the weights of the keys kKeys * group .. kKeys * group + 7 of a query are kept: bit n is for the n-th key.
+  // Each of a draw's four words decides about two keys: once as it is, once multiplied by 2^16 + 1. The product's upper half is
+  // the sum of the word's two halves. Both values are uniform over 32 bits, and their upper 16 bits are independent.
   FLASH_ONLINE_HD unsigned kept(int64_t batch, int64_t head, int64_t query, int64_t group, uint32_t threshold) const {
     unsigned bits = 0;
     add_kept(of_query(batch, head, query), of_group(batch, head, group), threshold, 0, bits);

@@ -1,5 +1,5 @@
-// What a kernel is asked to do: plain structs, filled by csrc/ops and read by csrc/cpu and csrc/cuda, without torch and without
-// the CUDA runtime. Sizes count elements; strides count elements of the tensor they belong to.
+// The arguments of kernels: plain structs, filled by csrc/ops and read by csrc/cpu and csrc/cuda, without torch and without the
+// CUDA runtime. Sizes count elements; strides count elements of the tensor they belong to.
 #pragma once
 
 #include <cstdint>
@@ -31,15 +31,15 @@ struct View4 {
 using ConstView4 = View4<const void*>;
 using MutableView4 = View4<void*>;
 
-// Which keys a query may see by position alone. The query of index i stands at position p = i + offset and sees key j where p -
+// The keys that a query may see by position alone. The query of index i is at position p = i + offset and sees key j if p -
 // left <= j <= p + right. A negative left or right means no bound.
 struct Visibility {
   int64_t left = -1, right = -1, offset = 0;
 };
 
-// Where the keys of a problem are cached: key and value are a pool of blocks, [blocks, heads, page, head_dim], and entry e of a
-// sequence's row of `table` is the block of its keys [e * page, (e + 1) * page). Without a table block n is all that sequence n
-// has. All arrays are int32, on the device, where the host must not read them, and their values may be wrong (cache.h).
+// The cached keys of a problem. key and value are a pool of blocks, [blocks, heads, page, head_dim]. Entry e of a sequence's
+// row of `table` is the block of its keys [e * page, (e + 1) * page). Without a table, block n has all keys of sequence n. All
+// arrays are int32 in device memory: the host must not read them, and their values may be wrong (cache.h).
 struct CacheView {
   int64_t page = 0;  // keys per block; 0: keys are not cached
   int64_t blocks = 0, entries = 1;  // of the pool; of a row of the table
@@ -47,7 +47,7 @@ struct CacheView {
   int64_t table_rows = 0, table_stride = 0;
   const int32_t* rows = nullptr;  // [batch]: the row of the table, or the block, of each sequence; null: its index
   const int32_t* lengths = nullptr;  // [batch]: keys before the new ones, those of `left` included; null: as many as fit
-  const int32_t* left = nullptr;  // [batch]: keys at the beginning that nobody sees; null: none
+  const int32_t* left = nullptr;  // [batch]: keys at the beginning that no query sees; null: none
   const int32_t* new_starts = nullptr;  // [batch + 1]: new keys are the difference of two, at most new_keys; null: new_keys
   int64_t new_keys = 0;
   const int32_t* query_lengths = nullptr;  // [batch]: packed: how many of a sequence's queries count; null: all
@@ -62,9 +62,9 @@ struct CacheView {
 // h / (heads / key_heads) and value head h / (heads / value_heads).
 //
 // The sequences of a batch are dense or packed. Dense sequences have the size `queries` x `keys` each and lie stride[0] apart.
-// Packed sequences have any lengths and follow one another along the rows of tensors [heads, total, head_dim], whose stride[0]
-// is 0; sequence_of (sequence.h) says which rows belong to a sequence. The shapes in comments are dense; packed tensors have no
-// batch dimension.
+// Packed sequences have any lengths and follow one another along the rows of tensors [heads, total, head_dim]; stride[0] of
+// these tensors is 0. sequence_of (sequence.h) returns the rows of a sequence. The shapes in comments are dense; packed tensors
+// have no batch dimension.
 struct AttentionProblem {
   DType dtype = DType::kFloat32;  // of query, key, value, out and their gradients
   DType mask_dtype = DType::kBool;
@@ -167,15 +167,15 @@ struct MergePart {
 struct MergeProblem {
   DType dtype = DType::kFloat32;
   int64_t rows = 0, head_dim = 0, parts = 0;
-  // The parts' lses lie in any order of [rows / inner_rows, inner_rows], as those of packed queries do: [heads, queries] beside
-  // outputs [queries, heads, head_dim]. inner_rows is 1 where there are 2^32 rows or more.
+  // The parts' lses are [rows / inner_rows, inner_rows] with any strides. For packed queries they are [heads, queries], while
+  // outputs are [queries, heads, head_dim]. inner_rows is 1 if there are 2^32 rows or more.
   int64_t inner_rows = 1, lse_stride[2] = {1, 0};
   const MergePart* part = nullptr;
   void* out = nullptr;  // [rows, head_dim], contiguous
   void* lse = nullptr;  // [rows], accumulator type, contiguous
 };
 
-// Where the parts' lses have a row.
+// The offset of a row in the parts' lses.
 constexpr int64_t lse_row(const MergeProblem& problem, int64_t row) {
   if (problem.inner_rows <= 1) return row * problem.lse_stride[0];
   const uint32_t outer = static_cast<uint32_t>(row) / static_cast<uint32_t>(problem.inner_rows);

@@ -1,4 +1,4 @@
-// What a row kernel is asked to do: softmax, log-softmax, logsumexp, cross-entropy or the top k of a softmax, over one
+// The arguments of a row kernel: softmax, log-softmax, logsumexp, cross-entropy or the top k of a softmax, over one
 // dimension of a tensor. This header needs neither torch nor the CUDA runtime.
 #pragma once
 
@@ -17,11 +17,11 @@ struct View3 {
 using ConstView3 = View3<const void*>;
 using MutableView3 = View3<void*>;
 
-// "One number per row" is an array [outer, inner], contiguous, in the accumulator type. Beside a 16-bit dtype the kernels of
-// logsumexp on CUDA have lse and grad_lse in result_dtype.
+// "One number per row" is a contiguous array [outer, inner] in the accumulator type. For a 16-bit dtype, logsumexp's CUDA
+// kernels have lse and grad_lse in result_dtype instead.
 struct RowProblem {
   DType dtype = DType::kFloat32;         // of input, grad_input, target_probabilities and grad_target
-  DType result_dtype = DType::kFloat32;  // of result, grad and output: dtype, or float32 beside a 16-bit dtype
+  DType result_dtype = DType::kFloat32;  // of result, grad and output: dtype, or float32 for a 16-bit dtype
   int64_t outer = 0, classes = 0, inner = 0;
 
   ConstView3 input;                      // [outer, classes, inner]

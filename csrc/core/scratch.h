@@ -27,13 +27,13 @@ class ScratchAllocator {
     return piece;
   }
 
-  // What a piece of `count` elements takes, its padding included.
+  // Bytes of a piece of `count` elements, with its padding.
   template <class T>
   FLASH_ONLINE_HD static constexpr int64_t bytes_of(int64_t count) {
     return round_up(count * static_cast<int64_t>(sizeof(T)), kAlignment);
   }
 
-  // What all pieces so far take.
+  // Bytes of all pieces so far.
   FLASH_ONLINE_HD int64_t bytes() const { return bytes_; }
   FLASH_ONLINE_HD bool only_counts() const { return base_ == nullptr; }
 

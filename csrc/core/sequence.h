@@ -1,5 +1,5 @@
-// Which rows belong to a sequence, dense or packed, and which are padding rows. The starts of packed sequences are read where
-// the kernel runs and may hold any value; the rows returned lie inside the tensors nonetheless.
+// The rows of a sequence, dense or packed, and the padding rows. The kernel itself reads the starts of packed sequences. They
+// may hold any value; the rows returned lie inside the tensors nonetheless.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct Rows {
   int64_t begin, count;
 };
 
-// `Int` is the type in which a number is computed; kernels whose numbers fit choose int.
+// `Int` is the type of the computation; kernels choose int if their numbers fit.
 template <class Int = int64_t>
 FLASH_ONLINE_HD Int clamp(std::type_identity_t<Int> x, std::type_identity_t<Int> low, std::type_identity_t<Int> high) {
   return x < low ? low : x > high ? high : x;

@@ -26,8 +26,8 @@ struct Executor {
 using ScratchAllocator = flash_online::ScratchAllocator<64, false>;
 
 // Calls item(index, scratch) for every index below `items`, the number of work items. The indices are cut into as many ranges
-// as there are workers, at most kMostRanges. A worker takes the next index of its own range and, when that is done, of the
-// others.
+// as there are workers, at most kMostRanges. A worker takes the next index of its own range and, once that is done, of other
+// ranges.
 template <int64_t kMostRanges, class Item>
 inline __attribute__((always_inline)) void for_each_item_of_ranges(const Executor& executor, int64_t items, const Item& item) {
   struct Context {
@@ -57,16 +57,16 @@ inline __attribute__((always_inline)) void for_each_item_of_ranges(const Executo
       &context);
 }
 
-// Each free worker takes the next index, which balances items of uneven size (causal rows). An item must not depend on other
-// items, unless on ones of lower index, which have started before it: results must not depend on the number of threads. Items
-// must not throw, as the exception would cross a thread of torch's pool.
+// Each free worker takes the next index, which balances items of uneven size (causal rows). An item may depend only on items of
+// lower index, which have started before it: results must not depend on the number of threads. Items must not throw, as the
+// exception would cross a thread of torch's pool.
 template <class Item>
 inline __attribute__((always_inline)) void for_each_item(const Executor& executor, int64_t items, const Item& item) {
   for_each_item_of_ranges<1>(executor, items, item);
 }
 
-// The same for items that do not wait for others, in any order. Each worker begins with a range of its own: a call whose data a
-// call before it has written or read, with as many workers, finds most of them in the caches of its own core.
+// For items that do not wait for each other, in any order. Each worker begins with its own range: if a previous call with as
+// many workers read or wrote the same data, a worker finds most of it in the caches of its core.
 template <class Item>
 inline __attribute__((always_inline)) void for_each_independent_item(const Executor& executor, int64_t items,
                                                                      const Item& item) {

@@ -1,8 +1,8 @@
-// What csrc/ops may call on the CPU: one table of functions per operator family. Each instruction set fills its tables from the
-// same sources (cpu_sources in CMakeLists.txt, compiled once per set); dispatch.cpp picks a set once per process.
+// The CPU functions that csrc/ops may call: one table per operator family. Each instruction set fills its tables from the same
+// sources (cpu_sources in CMakeLists.txt, compiled once per set); dispatch.cpp picks a set once per process.
 //
-// All functions take a filled problem struct (core/problem.h, core/row_problem.h) whose pointers are on the CPU, and an
-// Executor with threads and scratch. They assume that the problem is valid, allocate nothing and throw nothing.
+// All functions take a filled problem struct (core/problem.h, core/row_problem.h) with pointers to CPU memory, and an Executor
+// with threads and scratch. They assume that the problem is valid, allocate nothing and throw nothing.
 #pragma once
 
 #include "../core/problem.h"
@@ -11,7 +11,7 @@
 
 namespace flash_online::cpu {
 
-// Attention and what belongs to it: dropout's mask, and the merge of partial results over disjoint keys.
+// Attention, dropout's mask, and the merge of partial results over disjoint keys.
 struct AttentionKernels {
   // The memory that `forward` and `backward` need. These functions read only the shapes, strides and options of a problem and
   // whether a pointer is null; for packed sequences they also read the starts.

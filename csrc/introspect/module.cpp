@@ -1,6 +1,5 @@
-// What the library can show of itself, as Python objects: the algebra of online softmax on plain numbers, for tests and
-// `python -m flash_online trace`, and the facts of the build. It never sees a tensor, is on no operator's path, and needs no
-// torch.
+// The introspection module: the algebra of online softmax on plain numbers, for tests and `python -m flash_online trace`, and
+// the facts of the build. It takes no tensors, is on no operator's path, and needs no torch.
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -31,18 +30,18 @@ class Row {
     if (PyObject_CheckBuffer(object.ptr())) {
       info_ = py::reinterpret_borrow<py::buffer>(object).request(writable);
       if (info_.format != py::format_descriptor<T>::format()) {
-        throw py::type_error(std::string(name) + ": buffer format '" + info_.format + "'; accepted is '" +
-                             py::format_descriptor<T>::format() + "'");
+        throw py::type_error(std::string(name) + ": expected buffer format '" + py::format_descriptor<T>::format() +
+                             "', got '" + info_.format + "'");
       }
       if (info_.ndim != 1 || (info_.shape[0] > 1 && info_.strides[0] != sizeof(T))) {
-        throw py::value_error(std::string(name) + ": a buffer of " + std::to_string(info_.ndim) +
-                              " dimensions; accepted is one contiguous dimension");
+        throw py::value_error(std::string(name) + ": expected one contiguous dimension, got a buffer of " +
+                              std::to_string(info_.ndim) + " dimensions");
       }
       data_ = static_cast<T*>(info_.ptr);
       size_ = info_.shape[0];
     } else if (writable) {
-      throw py::type_error(std::string(name) + ": " + std::string(py::str(py::type::of(object))) +
-                           "; accepted is a writable buffer");
+      throw py::type_error(std::string(name) + ": expected a writable buffer, got " +
+                           std::string(py::str(py::type::of(object))));
     } else {
       copy_ = object.cast<std::vector<T>>();
       data_ = copy_.data();
@@ -66,8 +65,8 @@ void bind_state(py::module_& m, const char* name) {
     return [function](const py::object& scores, const py::object& out) {
       const Row<T> x(scores, "scores", false), y(out, "out", true);
       if (x.size() != y.size()) {
-        throw py::value_error("out: " + std::to_string(y.size()) + " elements; accepted are as many as scores has, " +
-                              std::to_string(x.size()));
+        throw py::value_error("out: expected " + std::to_string(x.size()) + " elements, as many as scores has, got " +
+                              std::to_string(y.size()));
       }
       function(x.data(), x.size(), y.data());
     };
@@ -145,10 +144,10 @@ const std::map<std::string, DType>& dtypes() {
 
 const Api& api_of(const std::string& library) {
   void* handle = dlopen(library.c_str(), RTLD_NOLOAD | RTLD_LAZY);
-  if (handle == nullptr) throw std::runtime_error("library: " + library + " is not loaded in this process");
+  if (handle == nullptr) throw std::runtime_error("library: expected one loaded in this process, got " + library);
   const void* api = dlsym(handle, "flash_online_api");
   dlclose(handle);  // the reference that dlopen added; the library stays
-  if (api == nullptr) throw std::runtime_error("library: " + library + " has no symbol flash_online_api");
+  if (api == nullptr) throw std::runtime_error("library: expected the symbol flash_online_api, got none in " + library);
   return *static_cast<const Api*>(api);
 }
 
@@ -230,11 +229,11 @@ PYBIND11_MODULE(_introspect, m) {
   m.def(
       "build_info",
       [](const std::string& library) { return py::module_::import("json").attr("loads")(api_of(library).build_info()); },
-      py::arg("library"), "What the library at this path, already loaded, was built of: a dict.");
+      py::arg("library"), "The build facts of the library at this path, which is loaded already: a dict.");
   m.def("attention_memory", attention_memory, py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"),
         py::arg("value"), py::arg("key_strides"), py::arg("value_strides"), py::arg("mask"), py::arg("dropout_p"),
         py::arg("threads"),
-        "Bytes that attention's forward pass takes on the CPU beside its results, for inputs [..., heads, length, head_dim] of "
+        "Bytes that attention's forward pass needs on the CPU beyond its results, for inputs [..., heads, length, head_dim] of "
         "these shapes and strides; mask: the mask's dtype, or \"\" for none.");
   m.def(
       "attention_candidates", attention_candidates, py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"),

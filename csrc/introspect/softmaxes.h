@@ -1,5 +1,5 @@
-// The three softmaxes of the literature (Milakov and Gimelshein, arXiv 1805.02867, algorithms 1 to 3), side by side for tests
-// and for `python -m flash_online trace`. The kernels use only the third.
+// The three softmaxes of the literature (Milakov and Gimelshein, arXiv 1805.02867, algorithms 1 to 3), for tests and for
+// `python -m flash_online trace`. The kernels use only the third.
 #pragma once
 
 #include <cstdint>

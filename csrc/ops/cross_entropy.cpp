@@ -8,7 +8,7 @@
 namespace flash_online::ops {
 namespace {
 
-// What every cross-entropy operator is given.
+// The arguments of every cross-entropy operator.
 struct Arguments {
   Tensor input, target;
   std::optional<Tensor> weight;
@@ -21,8 +21,8 @@ template <class Device>
 RowProblem prepare(Arguments& arguments) {
   auto& [input, target, weight, ignore_index, label_smoothing] = arguments;
   check_floating(input, "input");
-  check(input.dim() >= 2, "input: the shape must be [N, C, ...], got ", shape_of(input));
-  check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing: must lie in [0, 1], got ", label_smoothing);
+  check(input.dim() >= 2, "input: expected shape [N, C, ...], got ", shape_of(input));
+  check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing: expected 0 to 1, got ", label_smoothing);
   const ScalarType type = input.scalar_type();
   const std::vector<int64_t> sizes = sizes_of(input);
   RowProblem problem = row_problem(sizes, 1, type, type);
@@ -32,8 +32,8 @@ RowProblem prepare(Arguments& arguments) {
     target = as_contiguous(target);
     problem.target = static_cast<const int64_t*>(target.data_ptr());
   } else {
-    check(target.scalar_type() == type, "target: the dtype must be int64 (classes) or the input's, ", name_of(type),
-          " (probabilities); got ", name_of(target.scalar_type()));
+    check(target.scalar_type() == type, "target: expected dtype int64 (classes) or the input's, ", name_of(type),
+          " (probabilities), got ", name_of(target.scalar_type()));
     check_like(target, "target", sizes, type, input);
     problem.target_probabilities = view_of(target, 1);
   }
@@ -47,15 +47,15 @@ RowProblem prepare(Arguments& arguments) {
   return problem;
 }
 
-// Runs a cross-entropy kernel and reports a target out of range. On CUDA that is a device assert, so that nothing waits for the
-// device.
+// Runs a cross-entropy kernel and reports a target out of range. On CUDA a device assert reports it, so that nothing waits for
+// the device.
 template <class Device>
 void run_checked(const typename Device::Kernel& kernel, RowProblem& problem, const Tensor& input) {
   int64_t bad_row = -1;
   problem.bad_row = &bad_row;
   Device::run(kernel, problem, input);
-  check(bad_row < 0, "target: ", bad_row < 0 ? 0 : problem.target[bad_row], " is out of bounds; accepted are 0 to ",
-        problem.classes - 1, " and ignore_index, ", problem.ignore_index);
+  check(bad_row < 0, "target: expected 0 to ", problem.classes - 1, " or ignore_index, ", problem.ignore_index, ", got ",
+        bad_row < 0 ? 0 : problem.target[bad_row], ", which is out of bounds");
 }
 
 // ---- One loss per row ------------------------------------------------------------------------------------------------------
@@ -97,14 +97,15 @@ struct BackwardCall {
   Tensor grad_target;  // without elements if it is not wanted
 };
 
-// Checks what a backward pass is given; tensors are replaced as by prepare.
+// Checks the arguments of a backward pass; replaces tensors as prepare does.
 template <class Device>
 BackwardCall prepare_backward(Arguments& arguments, RowGrads& grads, bool target_grad) {
   BackwardCall call{prepare<Device>(arguments), empty({0}, arguments.input.scalar_type(), arguments.input)};
   const Tensor& input = arguments.input;
   const ScalarType type = input.scalar_type();
   const std::vector<int64_t> rows = without_dim(sizes_of(input), 1);
-  check(!target_grad || arguments.target.scalar_type() == type, "target_grad: a target of classes has no gradient");
+  check(!target_grad || arguments.target.scalar_type() == type,
+        "target_grad: expected False for a target of classes, got True");
   check_like(grads.loss, "grad_loss", rows, accumulator_of(type), input);
   grads.loss = as_contiguous(grads.loss);
   call.problem.grad_loss = grads.loss.data_ptr();
@@ -154,8 +155,8 @@ std::tuple<Tensor, Tensor> cross_entropy_backward(Tensor grad_loss, std::optiona
 
 using InPlaceResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // loss, lse, row_weight, grad_target
 
-// tensor[begin : begin + count], a view. torch::stable::narrow is no alternative: its symbol is none of the shims that promise
-// to stay.
+// tensor[begin : begin + count], a view. torch::stable::narrow is no alternative: its symbol is not one of the shims with a
+// stable ABI.
 Tensor rows_of(const Tensor& tensor, int64_t begin, int64_t count) {
   using torch::stable::detail::from;
   std::array<StableIValue, 4> stack{from(tensor), from(int64_t{0}), from(begin), from(count)};
@@ -167,9 +168,9 @@ void copy_to(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
 
 // ---- One loss for all rows -------------------------------------------------------------------------------------------------
 
-// The arguments of a reduced loss, and its results. `numbers` has what the problem's loss, row_weight and lse point to, unless
-// the device has a place of its own for them, and last the divisor, what the sum is divided by. It is one tensor, since an
-// allocation costs as much as a row; the backward pass, which wants the divisor, then keeps a few bytes per row.
+// The arguments of a reduced loss, and its results. `numbers` holds the arrays that the problem's loss, row_weight and lse
+// point to, unless the device has separate memory for them, and last the divisor of the sum. It is one tensor, since an
+// allocation costs as much as a row; the backward pass, which needs the divisor, then keeps a few bytes per row.
 struct ReducedLoss {
   RowProblem problem;
   Tensor result, numbers;
@@ -247,10 +248,10 @@ Tensor row_grads(const Tensor& grad, const Tensor& numbers, int64_t rows) {
   return grad_loss;
 }
 
-// ---- What differs between the devices --------------------------------------------------------------------------------------
+// ---- Differences between the devices ---------------------------------------------------------------------------------------
 
-// run_loss() makes a reduced loss, set_grad_loss() sets the gradient of each row's loss from that of the reduced loss and
-// returns the tensor that the problem then points into, backward_in_place() overwrites the input by its gradient.
+// run_loss() makes a reduced loss; set_grad_loss() sets the gradient of each row's loss from the reduced loss's and returns the
+// tensor that the problem then points into; backward_in_place() overwrites the input with its gradient.
 struct LossOnCpu : RowsOnCpu {
   static constexpr int kLossArrays = 3;  // that the kernel writes: loss, row_weight, lse
   static bool keeps_losses(int64_t) { return true; }  // whether they are in ReducedLoss::numbers
@@ -271,8 +272,8 @@ struct LossOnCpu : RowsOnCpu {
     return grad_loss;
   }
 
-  // The CPU kernels may read a row again while they write its gradient, so the gradients of some rows at a time are made in a
-  // buffer and then copied to the rows' place.
+  // The CPU kernels may read a row again while they write its gradient, so gradients are made in a buffer, some rows at a time,
+  // and then copied over the rows.
   static InPlaceResults backward_in_place(const Arguments& arguments, const RowGrads& grads, bool target_grad,
                                           bool want_forward) {
     const auto& [input, target, weight, ignore_index, label_smoothing] = arguments;
@@ -320,7 +321,7 @@ struct LossOnCuda : RowsOnCuda {
       memory = empty({bytes + cuda::reduce_losses_workspace(rows)}, ScalarType::Byte, input);
       set_loss_arrays<LossOnCuda>(reduced.problem, *memory);
       workspace = static_cast<std::byte*>(memory->data_ptr()) + bytes;
-      reduced.problem.loss_sums = reduced.problem.loss;  // sums are fewer than losses, and take their place
+      reduced.problem.loss_sums = reduced.problem.loss;  // sums are fewer than losses, and overwrite them
       reduced.problem.loss_sum_count = &sums;
     }
     run(kernels().cross_entropy, reduced.problem, call);  // a target out of range is a device assert
@@ -355,7 +356,7 @@ struct LossOnCuda : RowsOnCuda {
   }
 };
 
-// ---- Their operators -------------------------------------------------------------------------------------------------------
+// ---- Operators of these devices --------------------------------------------------------------------------------------------
 
 template <class Device>
 std::tuple<Tensor, Tensor> cross_entropy_loss(Tensor input, Tensor target, std::optional<Tensor> weight, int64_t ignore_index,
@@ -374,7 +375,7 @@ Tensor cross_entropy_loss_backward(Tensor grad, Tensor numbers, Tensor input, Te
   const ScalarType type = input.scalar_type();
   check_result_dtype("grad", grad.scalar_type(), type);
   check_like(grad, "grad", {}, grad.scalar_type(), input);
-  check(numbers.dim() == 1 && numbers.numel() > 0 && numbers.is_contiguous(), "numbers: the forward's are expected, got shape ",
+  check(numbers.dim() == 1 && numbers.numel() > 0 && numbers.is_contiguous(), "numbers: expected the forward's, got shape ",
         shape_of(numbers));
   check_like(numbers, "numbers", sizes_of(numbers), accumulator_of(type), input);
   const Tensor grad_loss = Device::set_grad_loss(problem, grad, numbers);
@@ -389,25 +390,27 @@ InPlaceResults cross_entropy_backward_in_place(Tensor grad_loss, std::optional<T
                                                std::optional<Tensor> weight, int64_t ignore_index, double label_smoothing,
                                                bool target_grad, bool want_forward) {
   check_floating(input, "input");
-  check(input.dim() >= 2, "input: the shape must be [N, C, ...], got ", shape_of(input));
+  check(input.dim() >= 2, "input: expected shape [N, C, ...], got ", shape_of(input));
   const int64_t rows = input.size(0);
-  check(target.dim() >= 1 && target.size(0) == rows, "target: ", rows, " rows are expected, got ", shape_of(target));
-  check(grad_loss.dim() >= 1 && grad_loss.size(0) == rows, "grad_loss: ", rows, " rows are expected, got ",
+  check(target.dim() >= 1 && target.size(0) == rows, "target: expected ", rows, " rows, got shape ", shape_of(target));
+  check(grad_loss.dim() >= 1 && grad_loss.size(0) == rows, "grad_loss: expected ", rows, " rows, got shape ",
         shape_of(grad_loss));
-  check(!grad_lse || (grad_lse->dim() >= 1 && grad_lse->size(0) == rows), "grad_lse: ", rows, " rows are expected");
+  if (grad_lse)
+    check(grad_lse->dim() >= 1 && grad_lse->size(0) == rows, "grad_lse: expected ", rows, " rows, got shape ",
+          shape_of(*grad_lse));
   const Arguments arguments{input, target, weight, ignore_index, label_smoothing};
   return Device::backward_in_place(arguments, {grad_loss, grad_lse}, target_grad, want_forward);
 }
 
 // ---- For linear_cross_entropy ----------------------------------------------------------------------------------------------
 
-// tensor *= factor, on CUDA alone. Its schema is in Python (flash_online/_linear_cross_entropy_ops.py), beside its only caller.
+// tensor *= factor, on CUDA only. Its schema is in Python (flash_online/_linear_cross_entropy_ops.py), next to its only caller.
 inline void scale_in_place(Tensor tensor, Tensor factor) {
   check_floating(tensor, "tensor");
-  check(tensor.is_contiguous(), "tensor: must be contiguous");
+  check(tensor.is_contiguous(), "tensor: expected a contiguous tensor, got a non-contiguous one");
   check_device(factor, "factor", tensor, "tensor");
   check(factor.numel() == 1 && factor.scalar_type() == accumulator_of(tensor.scalar_type()),
-        "factor: one float32 number (float64 for float64) is expected, got shape ", shape_of(factor));
+        "factor: expected one float32 number (float64 for float64), got shape ", shape_of(factor));
   const CudaCall call(tensor);
   if (tensor.scalar_type() == ScalarType::Double)
     return cuda::float64::scale(tensor.data_ptr(), tensor.numel(), factor.data_ptr(), call.stream());

@@ -1,5 +1,5 @@
-// What a launch on CUDA needs from torch. The stream's getter is looked up at run time: one library serves CUDA and CPU-only
-// builds of torch, so it must not depend on libtorch_cuda.so.
+// The parts of torch that a launch on CUDA needs. The stream's getter is looked up at run time: one library serves CUDA and
+// CPU-only builds of torch, so it must not depend on libtorch_cuda.so.
 #pragma once
 
 #include <dlfcn.h>
@@ -14,8 +14,8 @@ struct CUstream_st;  // what a cudaStream_t points to
 
 namespace flash_online::ops {
 
-// Whether this build has CUDA kernels. Code that names one stands in a branch of `if constexpr (kBuiltWithCuda)`, so that a
-// build without CUDA compiles it but does not link it.
+// True in a build with CUDA kernels. Code that names one is in a branch of `if constexpr (kBuiltWithCuda)`, so that a build
+// without CUDA compiles it but does not link it.
 #ifdef FLASH_ONLINE_CUDA
 inline constexpr bool kBuiltWithCuda = true;
 #else
@@ -29,13 +29,13 @@ inline CUstream_st* current_cuda_stream(int32_t device) {
     return library == nullptr ? nullptr : reinterpret_cast<Getter>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
   }();
   if (get == nullptr)
-    throw std::runtime_error("CUDA: libtorch_cuda.so is not loaded or has no stream getter; a CUDA build of torch is needed");
+    throw std::runtime_error("CUDA: expected a CUDA build of torch, got no libtorch_cuda.so, or one without a stream getter");
   void* stream = nullptr;
-  if (get(device, &stream) != 0) throw std::runtime_error("CUDA: torch has no current stream for this device");
+  if (get(device, &stream) != 0) throw std::runtime_error("CUDA: expected torch's current stream for this device, got none");
   return static_cast<CUstream_st*>(stream);
 }
 
-// Makes a tensor's device the current one for as long as this object lives, and gives the launches there a stream and memory.
+// Makes a tensor's device current for the lifetime of this object, and gives launches a stream and memory.
 class CudaCall {
  public:
   explicit CudaCall(const Tensor& like) : CudaCall(like, like.get_device_index()) {}

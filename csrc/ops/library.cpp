@@ -3,8 +3,8 @@
 // (flash_online/_autograd.py), as the stable ABI does not offer autograd; operators.h says what `define` makes of a schema.
 //
 // Conventions: attention takes [..., heads, length, head_dim] tensors of one rank >= 4 with equal batch dimensions (broadcast
-// by strides of 0), or packed ones; a mask has their rank and a size of 1 where it is broadcast; a window bound below 0 is
-// no bound; a gradient that is not wanted is returned without elements. "Accumulator type" is float64 for float64 inputs,
+// by strides of 0), or packed ones; a mask has their rank and a size of 1 where it is broadcast; a window bound below 0 is no
+// bound; a gradient that is not requested is returned without elements. "Accumulator type" is float64 for float64 inputs,
 // float32 otherwise.
 #include <torch/csrc/stable/library.h>
 
@@ -14,10 +14,10 @@ using flash_online::ops::define;
 
 STABLE_TORCH_LIBRARY(flash_online, m) {
   // softmax(g(scale query key^T) + mask) value -> out (strides in the query's order), lse and the part of it that rounding
-  // dropped ([..., heads, queries], accumulator type). scale, here and below: None is 1 / sqrt(head_dim), whatever head_dim a
-  // graph is run with. rng: int64[2] (seed, offset), needed if dropout_p > 0. tf32, here and below: float32 products on CUDA
-  // may have fewer digits than float32, but no fewer than tf32; it has no effect elsewhere. deterministic: whether the backward
-  // pass that the derivative calls shall repeat; None asks torch when this is called.
+  // dropped ([..., heads, queries], accumulator type). scale, here and below: None is 1 / sqrt(head_dim), for any head_dim that
+  // a graph is run with. rng: int64[2] (seed, offset), needed if dropout_p > 0. tf32, here and below: float32 products on CUDA
+  // may have fewer digits than float32, but no fewer than tf32; no effect elsewhere. deterministic: whether the derivative's
+  // backward pass must be reproducible; None asks torch at this call.
   define(m,
          "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
          "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, "
@@ -42,8 +42,8 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
          "bool deterministic, bool tf32=False) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, "
          "Tensor grad_sinks)");
   // Packed sequences: query, out [total queries, heads, head_dim], key and value [total keys, heads, head_dim], lse [heads,
-  // total queries]. cu_seqlens_*: int32 [sequences + 1], the first row of each sequence and the end of the last. They are read
-  // on the device alone: values out of order or out of range raise no error and touch no other memory. A sequence longer than
+  // total queries]. cu_seqlens_*: int32 [sequences + 1], the first row of each sequence and the end of the last. Only the
+  // device reads them: values out of order or out of range raise no error and touch no other memory. A sequence longer than
   // max_seqlen_* is cut. Padding rows have results and gradients of 0, and lse -inf.
   define(m,
          "attention_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
@@ -56,19 +56,19 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
          "Tensor lse_low, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool lower_right, "
          "float? scale, float softcap, float dropout_p, bool deterministic, bool tf32=False) -> (Tensor grad_query, "
          "Tensor grad_key, Tensor grad_value, Tensor grad_sinks)");
-  // Which weights dropout keeps: bool [batch, heads, queries, keys], from batch_begin and query_begin on.
+  // The weights that dropout keeps: bool [batch, heads, queries, keys], from batch_begin and query_begin on.
   define(m,
          "attention_dropout_mask(Tensor rng, SymInt batch_begin, SymInt batch, SymInt heads, SymInt query_begin, "
          "SymInt queries, SymInt keys, float dropout_p) -> Tensor");
   // Attention over cached keys, without gradients: query [sequences, heads, length, head_dim], or with query_starts (int32
-  // [sequences + 1]) packed; caches [blocks, key heads, page, head_dim], any strides, query's dtype or float8 beside 16 bits.
-  // Entry e of a sequence's row of block_table (int32, columns side by side) is the block of its keys e * page and on; without
-  // one a sequence has one block. rows[n] (cache_batch_idx) is the table's row, or the block, of sequence n. Its keys are
-  // [left[n], lengths[n] + new), where new is new_keys or the difference of two new_starts, at most new_keys; with lower_right
-  // the last query stands at the last key, else the first at the first. query_lengths: how many packed queries of a sequence
-  // count. All of these are int32, read on the device alone: any value is safe. key_scale, value_scale: float32 [sequences, key
-  // heads]. splits: the pieces that each sequence's keys are cut into; 0: the kernel's choice. Packed rows of no sequence have
-  // results of 0 and lse -inf.
+  // [sequences + 1]) packed; caches [blocks, key heads, page, head_dim], any strides, query's dtype, or float8 with 16-bit
+  // queries. Entry e of a sequence's row of block_table (int32, column stride 1) is the block of its keys e * page and on;
+  // without a table a sequence has one block. rows[n] (cache_batch_idx) is the table's row, or the block, of sequence n. Its
+  // keys are [left[n], lengths[n] + new), where new is new_keys or the difference of two new_starts, at most new_keys;
+  // lower_right aligns the last query with the last key, else the first query is aligned with the first key. query_lengths: the
+  // number of packed queries of a sequence that are used. All of these are int32, read on the device alone: any value is safe.
+  // key_scale, value_scale: float32 [sequences, key heads]. splits: the pieces that each sequence's keys are cut into; 0: the
+  // kernel chooses. Padding rows have results of 0 and lse -inf.
   define(m,
          "attention_cached(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? left, Tensor? rows, "
          "Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, Tensor? alibi_slopes, "
@@ -85,11 +85,11 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   define(m,
          "attention_decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? block_table, "
          "SymInt window_left, float? scale, SymInt splits) -> Tensor out");
-  // Writes new keys and values into the caches of attention_cached, behind each sequence's length, or at slots (int64, rows of
+  // Writes new keys and values into the caches of attention_cached, after each sequence's length, or at slots (int64, rows of
   // the pool): key [sequences, key heads, new, head_dim], or with new_starts or slots packed. Float8 caches hold rows divided
   // by their scale. cosines, sines [positions, width / 2]: keys and `query` are rotated (pairs of columns are halves, or
-  // interleaved) to their places, or to offsets (int32 per sequence, or per slot) and on; queries all to the first one unless
-  // queries_advance. Returns the rotated query; without one a tensor without elements.
+  // interleaved) to their positions, or to positions from offsets on (int32 per sequence, or per slot); all queries to the
+  // first one unless queries_advance. Returns the rotated query, or a tensor without elements if there is no query.
   define(m,
          "cache_append_(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor? key, Tensor? value, Tensor? query, "
          "Tensor? lengths, Tensor? left, Tensor? rows, Tensor? block_table, Tensor? slots, Tensor? new_starts, "
@@ -100,7 +100,7 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   define(m,
          "attention_merge_backward(Tensor grad_out, Tensor grad_lse, Tensor[] outs, Tensor[] lses) -> "
          "(Tensor[] grad_outs, Tensor[] grad_lses)");
-  // Makes torch's own flash attention operators on CUDA ours (attention/torch_sdpa.cpp), or undoes it.
+  // Replaces torch's flash attention operators on CUDA with ours (attention/torch_sdpa.cpp), or restores them.
   m.def("torch_sdpa_register(bool active, bool inplace) -> ()");
 }
 
@@ -109,7 +109,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
   define(m, "softmax_forward(Tensor input, int dim, bool log, ScalarType dtype) -> Tensor");
   define(m, "softmax_backward(Tensor grad, Tensor output, int dim, bool log, ScalarType input_dtype) -> Tensor");
   // log(sum(exp(input))) along dim, which the result lacks, in dtype: the accumulator type (None), or the input's. The gradient
-  // is in either of them.
+  // has either dtype.
   define(m, "logsumexp_forward(Tensor input, int dim, ScalarType? dtype=None) -> Tensor");
   define(m, "logsumexp_backward(Tensor grad, Tensor input, int dim) -> Tensor");
   // One loss per row, unreduced: input [N, C, ...]; target int64 [N, ...], or probabilities like the input; weight [C] of the
@@ -122,8 +122,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
          "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor target, Tensor? weight, "
          "int ignore_index, float label_smoothing, bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
   // The losses of all rows reduced to one element of dtype (the input's, or float32 for a 16-bit one): their sum, divided by
-  // the sum of the rows' weights if `mean`. numbers, in the accumulator type: those of the rows, if they are kept (on CUDA,
-  // those of few), and last what the sum was divided by (1 without `mean`), which alone the backward pass reads.
+  // the sum of the rows' weights if `mean`. numbers, in the accumulator type: the numbers of the rows, if they are kept (on
+  // CUDA, only of few rows), and last the divisor of the sum (1 without `mean`), the only one that the backward pass reads.
   define(m,
          "cross_entropy_loss(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, bool mean, "
          "ScalarType dtype) -> (Tensor loss, Tensor numbers)");
@@ -131,7 +131,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
          "cross_entropy_loss_backward(Tensor grad, Tensor numbers, Tensor input, Tensor target, Tensor? weight, "
          "int ignore_index, float label_smoothing) -> Tensor grad_input");
   // cross_entropy_backward that overwrites input with grad_input, so that one tensor of logits is in memory instead of two.
-  // With `forward` it also returns cross_entropy_forward's three results, which are else without elements.
+  // With `forward` it also returns cross_entropy_forward's three results, which otherwise have no elements.
   define(m,
          "cross_entropy_backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) input, Tensor target, Tensor? weight, "
          "int ignore_index, float label_smoothing, bool target_grad, bool forward) -> (Tensor loss, Tensor lse, "

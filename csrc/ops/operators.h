@@ -1,10 +1,10 @@
-// How an operator is defined and implemented: as two overloads of one schema.
+// Defines and implements an operator as two overloads of one schema.
 //
-// `name` is what callers and graphs hold: flash_online/_autograd.py registers its derivative with the dispatcher's Autograd
-// key. `name.below_autograd` is the same kernel without one. The package calls it where it has found that no derivative is
-// wanted, or has made the graph itself: the Autograd key is Python and would cost microseconds. Under a tracer or a dispatch
-// mode the second overload becomes the first (_autograd.py), so that no graph holds it. The first is defined first: torch
-// resolves a call without an overload's name, of a saved TorchScript program say, to the overload that was defined first.
+// Callers and graphs use `name`; flash_online/_autograd.py registers its derivative with the dispatcher's Autograd key.
+// `name.below_autograd` is the same kernel without a derivative. The package calls it if no derivative is needed, or if it has
+// made the graph itself: the Autograd key is Python and would cost microseconds. Under a tracer or a dispatch mode the second
+// overload becomes the first (_autograd.py), so that no graph holds it. The first is defined first: torch resolves a call
+// without an overload's name, such as a call in a saved TorchScript program, to the overload that was defined first.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

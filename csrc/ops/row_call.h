@@ -1,4 +1,4 @@
-// What the row operators share: checks, a RowProblem from tensors, and the run of its kernel on each device. A tensor
+// Code shared by the row operators: checks, a RowProblem made from tensors, and the run of its kernel on each device. A tensor
 // of any strides is read as [outer, classes, inner] in place; it is copied only if the dimensions on one side of dim do not
 // share one stride.
 #pragma once
@@ -55,22 +55,22 @@ View view_of(Tensor& tensor, int64_t dim) {
 }
 
 inline void check_dim(const Tensor& input, int64_t dim) {
-  check(input.dim() >= 1, "input: at least 1 dimension is needed, got a tensor of none");
-  check(dim >= 0 && dim < input.dim(), "dim: must lie in [0, ", input.dim() - 1, "] for an input of shape ", shape_of(input),
+  check(input.dim() >= 1, "input: expected a tensor of at least 1 dimension, got 0");
+  check(dim >= 0 && dim < input.dim(), "dim: expected 0 to ", input.dim() - 1, " for an input of shape ", shape_of(input),
         ", got ", dim);
 }
 
 inline void check_like(const Tensor& tensor, const char* name, const std::vector<int64_t>& sizes, ScalarType type,
                        const Tensor& other) {
-  check(has_sizes(tensor, sizes), name, ": the shape must be ", Sizes{sizes}, ", got ", shape_of(tensor));
-  check(tensor.scalar_type() == type, name, ": the dtype must be ", name_of(type), ", got ", name_of(tensor.scalar_type()));
+  check(has_sizes(tensor, sizes), name, ": expected shape ", Sizes{sizes}, ", got ", shape_of(tensor));
+  check(tensor.scalar_type() == type, name, ": expected dtype ", name_of(type), ", got ", name_of(tensor.scalar_type()));
   check_device(tensor, name, other, "the other tensors");
 }
 
 inline void check_result_dtype(const char* name, ScalarType result, ScalarType input) {
   const bool is_16_bit = input == ScalarType::Half || input == ScalarType::BFloat16;
-  check(result == input || (is_16_bit && result == ScalarType::Float), name, ": got ", name_of(result),
-        "; accepted are the input's, ", name_of(input), is_16_bit ? ", and float32" : "");
+  check(result == input || (is_16_bit && result == ScalarType::Float), name, ": expected the input's dtype, ", name_of(input),
+        is_16_bit ? ", or float32" : "", ", got ", name_of(result));
 }
 
 inline std::vector<int64_t> without_dim(std::vector<int64_t> sizes, int64_t dim) {
@@ -108,8 +108,8 @@ inline void use_large_pages([[maybe_unused]] const Tensor& result) {
 #endif
 }
 
-// The devices of row operators: kernels() is the table of a device's kernels, run() runs one of them where `like` is, and
-// empty_rows() makes a result as large as the input.
+// The devices of row operators: kernels() is the table of a device's kernels, run() runs one of them on the device of `like`,
+// and empty_rows() makes a result as large as the input.
 struct RowsOnCpu : Cpu {
   static constexpr bool kNarrowRowNumbers = false;  // whether logsumexp has lse and its gradient in 16 bits too
   static constexpr int64_t kMostTopkClasses = std::numeric_limits<int64_t>::max();
@@ -132,7 +132,7 @@ struct RowsOnCpu : Cpu {
 
 struct RowsOnCuda : Cuda {
   static constexpr bool kNarrowRowNumbers = true;
-  static constexpr int64_t kMostTopkClasses = 0xfffffffe;  // topk_softmax_forward's, whose keys hold a class in 32 bits
+  static constexpr int64_t kMostTopkClasses = 0xfffffffe;  // of topk_softmax_forward: its keys hold a class in 32 bits
 
   struct Kernel {
     void (*run)(const RowProblem&, CUstream_st*);

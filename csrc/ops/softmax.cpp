@@ -54,7 +54,7 @@ Tensor softmax_backward(Tensor grad, Tensor output, int64_t dim, bool log, Scala
   return call.result;
 }
 
-// The tensor in a dtype; a copy only where it has another.
+// Returns the tensor in a dtype; copies it only if its dtype differs.
 Tensor as_type(const Tensor& tensor, ScalarType type) {
   if (tensor.scalar_type() == type) return tensor;
   Tensor converted = empty(sizes_of(tensor), type, tensor);

@@ -61,7 +61,9 @@ inline DType dtype_of(ScalarType type) {
     case ScalarType::Float: return DType::kFloat32;
     case ScalarType::Double: return DType::kFloat64;
     case ScalarType::Long: return DType::kInt64;
-    default: throw std::runtime_error("dtype not supported: accepted are bool, float16, bfloat16, float32, float64 and int64");
+    default:
+      throw std::runtime_error(std::string("dtype: expected bool, float16, bfloat16, float32, float64 or int64, got ") +
+                               torch::headeronly::toString(type));
   }
 }
 inline DType dtype_of(const Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
@@ -82,7 +84,7 @@ inline const char* name_of(ScalarType type) {
   }
 }
 
-// A tensor's size in a dimension, and its dtype, for an error message: as with Shape, a check that holds does not ask for them.
+// A tensor's size in a dimension, and its dtype, for an error message: as with Shape, a check that holds does not read them.
 struct Size {
   const Tensor& tensor;
   int64_t dim;
@@ -97,7 +99,7 @@ inline std::ostream& operator<<(std::ostream& stream, const NameOfDtype& name) {
 }
 
 // The devices. Every operator is a template over a struct that derives from one of these and runs its kernels there. It is
-// registered once per dispatch key: which device a call is for is the dispatcher's answer.
+// registered once per dispatch key: the dispatcher chooses the device of a call.
 struct Cpu {
   static constexpr bool kCachesFloat64 = true;
 };
@@ -108,15 +110,15 @@ struct Cuda {
 inline void check_floating(const Tensor& tensor, const char* name) {
   const ScalarType type = tensor.scalar_type();
   check(type == ScalarType::Half || type == ScalarType::BFloat16 || type == ScalarType::Float || type == ScalarType::Double,
-        name, ": dtype must be float16, bfloat16, float32 or float64, got ", name_of(type));
+        name, ": expected dtype float16, bfloat16, float32 or float64, got ", name_of(type));
 }
 
-// The dtype of what is attended over cached keys, or written there.
+// Checks the dtype of queries over cached keys, or of rows to write to a cache.
 template <class Device>
 void check_cached_dtype(const Tensor& tensor, const char* name) {
   check_floating(tensor, name);
   check(Device::kCachesFloat64 || tensor.scalar_type() != ScalarType::Double, name,
-        ": float64 is not supported on CUDA over cached keys; accepted are float16, bfloat16 and float32");
+        ": expected dtype float16, bfloat16 or float32 over cached keys on CUDA, got float64");
 }
 
 struct DeviceOf {
@@ -128,12 +130,12 @@ struct DeviceOf {
   bool operator==(const DeviceOf&) const = default;
 };
 
-// The dispatcher picks CUDA where devices are mixed, so every operator compares each of its tensors with its first one before a
+// The dispatcher picks CUDA for mixed devices, so every operator compares each of its tensors with its first tensor before a
 // kernel gets a pointer.
 inline bool on_one_device(const Tensor& a, const Tensor& b) { return DeviceOf(a) == DeviceOf(b); }
 
 inline void check_device(const Tensor& tensor, const char* name, const Tensor& first, const char* name_of_first) {
-  check(on_one_device(tensor, first), name, ": must be on the device of ", name_of_first);
+  check(on_one_device(tensor, first), name, ": expected the device of ", name_of_first, ", got another");
 }
 inline void check_device(const std::optional<Tensor>& tensor, const char* name, const Tensor& first,
                          const char* name_of_first) {
@@ -150,8 +152,8 @@ inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector
   return Tensor(handle);
 }
 
-// Strides of a dense tensor of these sizes whose dimensions lie in memory in the order of `order_of`'s strides, outermost
-// first; dimensions of stride 0 or equal stride keep their order. flash_online/_ops.py repeats this rule for fake tensors.
+// Strides of a dense tensor of these sizes, with dimensions in memory in the order of `order_of`'s strides, outermost first;
+// dimensions of stride 0 or equal stride keep their order. flash_online/_ops.py repeats this rule for fake tensors.
 inline std::vector<int64_t> dense_strides_in_order(const std::vector<int64_t>& sizes, const Tensor& order_of) {
   const int64_t rank = static_cast<int64_t>(sizes.size());
   const auto given = order_of.strides();
@@ -191,14 +193,14 @@ inline bool has_sizes(const Tensor& tensor, const std::vector<int64_t>& sizes) {
   return std::ranges::equal(tensor.sizes(), sizes);
 }
 
-// The tensor, or a copy. torch's operator of this name goes through the dispatcher, which takes a microsecond even where there
-// is nothing to copy.
+// Returns the tensor, or a copy. torch's operator of this name goes through the dispatcher, which takes a microsecond even if
+// there is nothing to copy.
 inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// An executor with threads of torch's pool, and memory of its own or from torch's allocator. `items` bounds the number of
-// threads: there are at most so many pieces of work.
+// An executor with threads of torch's pool, and its own memory or memory from torch's allocator. `items`, the number of work
+// items, bounds the number of threads.
 class __attribute__((visibility("hidden"))) CpuExecutor {
  public:
   CpuExecutor(int64_t items, cpu::Memory memory, const Tensor& like) {

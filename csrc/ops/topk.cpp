@@ -12,9 +12,9 @@ std::tuple<Tensor, Tensor> topk_softmax_forward(Tensor input, int64_t k, int64_t
   check_floating(input, "input");
   check_dim(input, dim);
   check_result_dtype("dtype", dtype, input.scalar_type());
-  check(input.size(dim) <= Device::kMostTopkClasses, "input: on CUDA at most ", Device::kMostTopkClasses,
-        " elements along dim are accepted, got ", input.size(dim));
-  check(k >= 0 && k <= input.size(dim), "k: must lie in [0, ", input.size(dim), "], the input's size along dim ", dim, "; got ",
+  check(input.size(dim) <= Device::kMostTopkClasses, "input: expected at most ", Device::kMostTopkClasses,
+        " elements along dim on CUDA, got ", input.size(dim));
+  check(k >= 0 && k <= input.size(dim), "k: expected 0 to ", input.size(dim), ", the input's size along dim ", dim, ", got ",
         k);
   const std::vector<int64_t> sizes = with_dim_size(sizes_of(input), dim, k);
   Tensor probabilities = empty(sizes, dtype, input), indices = empty(sizes, ScalarType::Long, input);
@@ -32,10 +32,10 @@ template <class Device>
 Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, Tensor input, int64_t dim, bool renormalize) {
   check_floating(input, "input");
   check_dim(input, dim);
-  check(probabilities.dim() == input.dim(), "probabilities: as many dimensions as the input's, ", input.dim(),
-        ", are needed, got ", probabilities.dim());
+  check(probabilities.dim() == input.dim(), "probabilities: expected as many dimensions as the input's, ", input.dim(),
+        ", got ", probabilities.dim());
   const int64_t k = probabilities.size(dim);
-  check(k <= input.size(dim), "probabilities: at most ", input.size(dim), " along dim ", dim, " are accepted, got ", k);
+  check(k <= input.size(dim), "probabilities: expected at most ", input.size(dim), " along dim ", dim, ", got ", k);
   const std::vector<int64_t> sizes = with_dim_size(sizes_of(input), dim, k);
   check_result_dtype("probabilities", probabilities.scalar_type(), input.scalar_type());
   check_like(probabilities, "probabilities", sizes, probabilities.scalar_type(), input);
@@ -53,7 +53,7 @@ Tensor topk_softmax_backward(Tensor grad, Tensor probabilities, Tensor indices, 
   problem.grad_input = view_of<MutableView3>(grad_input, dim);
   problem.bad_row = &bad_row;
   Device::run(Device::kernels().topk_softmax_backward, problem, input);
-  check(bad_row < 0, "indices: row ", bad_row, " has one out of bounds; accepted are 0 to ", problem.classes - 1);
+  check(bad_row < 0, "indices: expected 0 to ", problem.classes - 1, ", got one out of bounds in row ", bad_row);
   return grad_input;
 }
 

@@ -22,7 +22,7 @@ __all__ = ["Installation", "bert_padding", "flash_attn", "flash_attn_cute", "fla
 
 
 class _Provided(NamedTuple):
-    """A module that `install` puts into sys.modules: our module, and the names in it that are shown beside those of __all__."""
+    """A module that `install` puts into sys.modules: our module, and names that it exports in addition to __all__."""
 
     source: ModuleType
     more: Sequence[str] = ()
@@ -44,11 +44,11 @@ _PROVIDED = {
 }
 _lock = threading.Lock()
 _installed: dict[str, ModuleType] = {}
-_counts: dict[str, int] = {}  # of the installations that want each module
+_counts: dict[str, int] = {}  # installations that use each module
 
 
 class Installation:
-    """What `install` did, which `remove` undoes; also a context manager that removes it at the end of its block."""
+    """The modules that `install` added; `remove` undoes it. As a context manager, removed at the end of the block."""
 
     def __init__(self, names: tuple[str, ...]):
         self._names = names
@@ -64,7 +64,7 @@ class Installation:
                     continue
                 del _counts[name]
                 module = _installed.pop(name)
-                if sys.modules.get(name) is module:  # else somebody replaced it, and it is no longer ours to remove
+                if sys.modules.get(name) is module:  # if it was replaced since, leave it
                     del sys.modules[name]
                 parent, _, child = name.rpartition(".")
                 if parent and getattr(sys.modules.get(parent), child, None) is module:
@@ -80,29 +80,29 @@ class Installation:
 def install(name: str = "flash_attn") -> Installation:
     """Puts modules of this package into sys.modules, so that programs which import FlashAttention get them, in this process.
 
-    To be called before such a program is imported, as many look for FlashAttention only then. Several calls count: the modules
-    stay until each installation is removed.
+    Call it before such a program is imported: many look for FlashAttention only then. Calls are counted: the modules stay
+    until every installation is removed.
 
     | name | modules |
     |---|---|
     | "flash_attn" | flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding: FlashAttention-2's |
     | "flash_attn_interface" | flash_attn_interface: FlashAttention-3's |
-    | "flash_attn.cute" | those of "flash_attn", and flash_attn.cute and flash_attn.cute.interface: FlashAttention-4's |
+    | "flash_attn.cute" | all of "flash_attn", and flash_attn.cute and flash_attn.cute.interface: FlashAttention-4's |
 
-    `flash_attn.__version__` is that of the interface with the local part "+flash.online", and `importlib.util.find_spec` finds
-    the modules. No distribution is installed: `importlib.metadata.version("flash_attn")` raises as before, so that programs
-    which ask it, as transformers does, do not take these modules for FlashAttention. Other submodules, such as
-    flash_attn.layers, are ModuleNotFoundErrors.
+    `flash_attn.__version__` is the interface's version with the local part "+flash.online"; `importlib.util.find_spec` finds
+    the modules. No distribution is installed: `importlib.metadata.version("flash_attn")` still raises, so that programs that
+    call it, such as transformers, do not take these modules for FlashAttention. Importing other submodules, such as
+    flash_attn.layers, raises ModuleNotFoundError.
 
     Returns:
-        an `Installation`, whose `remove()` undoes this.
+        an `Installation`; its `remove()` undoes this.
 
     Raises:
-        ValueError: another name.
-        RuntimeError: the real package, or another one of that name, can be imported: it is never hidden.
+        ValueError: an unknown name.
+        RuntimeError: the real package, or another one of that name, can be imported; it is never shadowed.
     """
     if name not in _PROVIDED:
-        raise ValueError(f"install: name: got {name!r}; accepted are {', '.join(map(repr, _PROVIDED))}")
+        raise ValueError(f"install: name: expected one of {', '.join(map(repr, _PROVIDED))}, got {name!r}")
     provided = _PROVIDED[name]
     with _lock:
         for module in provided:
@@ -123,13 +123,13 @@ def _packages() -> set[str]:
 
 
 def _require_absent(module: str) -> None:
-    """Raises RuntimeError where a module of that name is there, or can be imported, and is not ours."""
+    """Raises RuntimeError if a module of that name is loaded or can be imported, and is not ours."""
     advice = "use flash_online.compat's functions by their own names, or uninstall that package"
     if module in sys.modules:
         if module not in _installed or sys.modules[module] is not _installed[module]:
             where = getattr(sys.modules[module], "__file__", None) or repr(sys.modules[module])
             raise RuntimeError(f"install: sys.modules holds a {module} already, {where}: {advice}")
-    elif "." not in module:  # what is in a package can be imported only where the package can
+    elif "." not in module:  # a submodule can be imported only if its package can
         spec = importlib.util.find_spec(module)
         if spec is not None:
             where = spec.origin or list(spec.submodule_search_locations or [])
@@ -137,7 +137,7 @@ def _require_absent(module: str) -> None:
 
 
 def _shown(name: str, entry: _Provided, is_package: bool) -> ModuleType:
-    """A module `name` that shows what our module holds."""
+    """A module `name` with the names of our module."""
     source = entry.source
     module = ModuleType(name, source.__doc__)
     spec = importlib.machinery.ModuleSpec(name, None, origin=source.__file__, is_package=is_package)

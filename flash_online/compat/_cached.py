@@ -14,7 +14,7 @@ from ..kvcache import kvcache_attention
 from ..varlen import varlen_attention
 from ._call import Packing, read_length, read_window
 
-# What FlashAttention calls the arguments of kvcache_attention.
+# FlashAttention's names of kvcache_attention's arguments.
 _NAMES = {
     "query": "q",
     "key_cache": "k_cache",
@@ -57,16 +57,16 @@ def attend_cached(
     table_name: str = "block_table",
     **options: Any,
 ) -> Any:
-    """out [B, L, H, Ev], or [Tq, H, Ev] with cu_seqlens_q; with return_softmax_lse (out, softmax_lse). Their backward pass is
-    an error. `options` are those of `kvcache_attention`; errors call block_table `table_name`."""
+    """out [B, L, H, Ev], or [Tq, H, Ev] with cu_seqlens_q; with return_softmax_lse (out, softmax_lse). The backward pass
+    raises. `options` are `kvcache_attention`'s; error messages call block_table `table_name`."""
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, tensor)
     if k is not None and cache_seqlens is None:
-        raise InvalidArgument("cache_seqlens: None beside k, expected the lengths behind which new keys go")
+        raise InvalidArgument("cache_seqlens: expected the current cache lengths (where k and v are appended), got None")
     if (rotary_cos is None) != (rotary_sin is None):
-        raise InvalidArgument("rotary_cos, rotary_sin: one of them is missing")
+        raise InvalidArgument("rotary_cos, rotary_sin: expected both or neither, got one")
     if rotary_cos is not None and k is None:
-        raise InvalidArgument("rotary_cos: given without k, which it rotates")
+        raise InvalidArgument("rotary_cos: expected k, which it rotates, got None")
     rotary = None if rotary_cos is None else (rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
 
     def heads_first(tensor: Tensor | None) -> Tensor | None:
@@ -92,7 +92,7 @@ def attend_cached(
 
 
 def _renamed(error: InvalidArgument, names: dict[str, str]) -> InvalidArgument:
-    """The error with FlashAttention's names of the arguments."""
+    """The error, with FlashAttention's argument names."""
     return type(error)(_NAME.sub(lambda match: names.get(match[1], match[1]), str(error)))
 
 
@@ -113,10 +113,10 @@ def attend_paged(
     table_name: str = "block_table",
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out [Tq, H, Ev], softmax_lse [H, Tq]) of packed q over keys in pages [pages, page, Hk, E], whose backward pass is an
-    error. `options` are those of `varlen_attention`; errors call block_table `table_name`."""
+    """(out [Tq, H, Ev], softmax_lse [H, Tq]) of packed q and paged keys [pages, page, Hk, E]. The backward pass raises.
+    `options` are `varlen_attention`'s; error messages call block_table `table_name`."""
     if dropout_p:
-        raise NotImplementedError(f"{function}: dropout_p: got {dropout_p}, which keys in pages do not have")
+        raise NotImplementedError(f"{function}: dropout_p: expected 0 with paged keys, got {dropout_p}")
     check_flag("deterministic", deterministic)
     try:
         with torch.no_grad():
@@ -133,11 +133,11 @@ def attend_paged(
     except InvalidArgument as error:
         raise _renamed(error, _NAMES_OF_PAGED | {"block_table": table_name}) from None
     leaves = _leaves(q, k, v, *options.values())
-    return _WithoutGradient.apply(f"{function}: keys in pages", out, lse, *leaves) if leaves else (out, lse)
+    return _WithoutGradient.apply(f"{function}: paged keys", out, lse, *leaves) if leaves else (out, lse)
 
 
 def _leaves(*values: Any) -> list[Tensor]:
-    """The tensors among them that autograd would differentiate in; none twice, which Dynamo does not trace."""
+    """The tensors that require grad; each once, since Dynamo does not trace duplicates."""
     leaves: list[Tensor] = []
     if torch.is_grad_enabled():
         for value in values:
@@ -147,7 +147,7 @@ def _leaves(*values: Any) -> list[Tensor]:
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """FlashAttention too takes tensors that require a gradient here, and has none for them."""
+    """Accepts tensors that require grad, as FlashAttention does, and raises in the backward pass."""
 
     @staticmethod
     def forward(ctx, what: str, out: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +171,7 @@ def _no_gradient_fake(grad: Tensor, shape: list[int], what: str) -> Tensor:
     return grad.new_empty(shape)
 
 
-# The error of a backward pass, as an operator: what torch.compile traces of a backward pass that may never run must not raise.
+# The backward pass raises inside an operator, so that torch.compile can trace a backward pass that may never run.
 _library = torch.library.Library("flash_online_compat", "FRAGMENT")
 _library.define("no_gradient(Tensor grad, SymInt[] shape, str what) -> Tensor")
 _library.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")

@@ -1,7 +1,7 @@
-"""What the modules of this package share: FlashAttention's arguments, checked under their own names, on their way to kernels.
+"""Code that the modules of this package share: checks FlashAttention's arguments under their own names and calls the kernels.
 
 FlashAttention's tensors are [batch, length, heads, head dim], or packed [total length, heads, head dim]; ours have the heads
-before the length. The way there and back is a view. Its causal rule and windows are aligned to the lower right.
+before the length, so conversions are views. FlashAttention aligns its causal rule and windows to the lower right.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from ..varlen import sequence_rows, varlen_impl
 
 Window = tuple[int | None, int | None]
 
-# Why an argument that the signatures hold is refused, and what takes its place.
+# Arguments in the signatures that are not supported, with the reason or the alternative.
 _REFUSED = {
-    "attention_chunk": "chunks have no kernel; cut the sequences at the chunks' ends and call flash_attn_varlen_func",
+    "attention_chunk": "there is no kernel for chunks; cut the sequences at chunk ends and call flash_attn_varlen_func",
     "aux_scalars": "they are arguments of score_mod and mask_mod",
     "aux_tensors": "they are arguments of score_mod and mask_mod",
     "block_sparse_tensors": "a bool mask of flash_online.attention skips the blocks that it hides",
     "block_sparse_tensors_bwd": "a bool mask of flash_online.attention skips the blocks that it hides",
-    "block_table": "pages have no raw function; flash_attn_varlen_func takes them",
+    "block_table": "the raw functions take no pages; use flash_attn_varlen_func",
     "gather_bwd_recompute_p": "it belongs to gather_kv_indices",
     "gather_bwd_token_chunk": "it belongs to gather_kv_indices",
-    "gather_kv_indices": "there is no kernel for keys chosen by index; a bool mask of flash_online.attention hides the others",
+    "gather_kv_indices": "there is no kernel for keys chosen by index; hide the other keys by a bool mask of attention",
     "k_descale": "there are no float8 kernels; inputs of 16 bits have no scale",
-    "leftpad_k": "keys padded on the left are not offered yet; pass them packed, with cu_seqlens_k",
-    "mask_mod": "a bool mask of flash_online.attention, of any shape that broadcasts, takes its place",
+    "leftpad_k": "left-padded keys are not supported yet; pass packed keys with cu_seqlens_k",
+    "mask_mod": "use a bool mask of flash_online.attention, of any shape that broadcasts",
     "q_descale": "there are no float8 kernels; inputs of 16 bits have no scale",
     "qv": "join the two products into one: q=torch.cat([q, qv], -1), k=torch.cat([k, v], -1)",
     "scheduler_metadata": "it belongs to FlashAttention's own scheduler; leave it out",
-    "score_mod": "softcap, alibi_slopes and a float mask of flash_online.attention take its place",
-    "score_mod_bwd": "softcap, alibi_slopes and a float mask of flash_online.attention take its place",
-    "seqused_k": "give the ends of the sequences by cu_seqlens_k",
+    "score_mod": "use softcap, alibi_slopes or a float mask of flash_online.attention",
+    "score_mod_bwd": "use softcap, alibi_slopes or a float mask of flash_online.attention",
+    "seqused_k": "pass the sequence ends as cu_seqlens_k",
     "v_descale": "there are no float8 kernels; inputs of 16 bits have no scale",
 }
 
@@ -52,11 +52,11 @@ def refuse(function: str, **arguments: Any) -> None:
         if value is None or (isinstance(value, (bool, int)) and not value):
             continue
         got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise NotImplementedError(f"{function}: {name}: got {got}, which flash_online does not take: {_REFUSED[name]}")
+        raise NotImplementedError(f"{function}: {name}: expected the default, got {got}: {_REFUSED[name]}")
 
 
 class Options(NamedTuple):
-    """The options of a call, read and checked."""
+    """The options of a call, parsed and checked."""
 
     scale: float
     causal: bool = False
@@ -69,26 +69,26 @@ class Options(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a call has no option but causal, scale and deterministic."""
+        """Whether only causal, scale and deterministic are set."""
         return (
             self.window == (None, None) and self.alibi_slopes is self.sinks is None and not self.softcap and not self.dropout_p
         )
 
     def for_operators(self, query: Tensor) -> AttentionOptions:
-        """The options as the raw operators take them, aligned to the lower right."""
+        """The options in the raw operators' form, aligned to the lower right."""
         left, right = window_bounds(self.window)
         right = 0 if self.causal else right
         return AttentionOptions(left, right, True, self.scale, self.softcap, self.dropout_p, tf32_for(query))
 
 
 def read_window(window_size: Any) -> Window:
-    """(left, right) with None for no bound, which FlashAttention also spells as a number below 0."""
+    """(left, right), None for no bound; FlashAttention also writes a negative int for no bound."""
     if isinstance(window_size, Tensor):
         window_size = window_size.tolist()
     if window_size is None:
         return None, None
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise InvalidArgument(f"window_size: got {window_size!r}; accepted are None and a pair (left, right)")
+        raise InvalidArgument(f"window_size: expected None or a pair (left, right), got {window_size!r}")
     left, right = (_bound(bound) for bound in window_size)
     return left, right
 
@@ -96,7 +96,7 @@ def read_window(window_size: Any) -> Window:
 def _bound(bound: Any) -> int | None:
     if bound is not None and not isinstance(bound, (int, torch.SymInt)):
         if not hasattr(bound, "__index__"):
-            raise InvalidArgument(f"window_size: got the bound {bound!r}; accepted are integers and None")
+            raise InvalidArgument(f"window_size: expected bounds that are int or None, got {bound!r}")
         bound = operator.index(bound)
     return None if bound is None or bound < 0 else bound
 
@@ -122,14 +122,14 @@ def read_options(
     heads = q.shape[-2]
     if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
         raise InvalidArgument(
-            f"alibi_slopes: got {list(alibi_slopes.shape)}; accepted are [{heads}], one slope per query head, and "
-            f"[{batch}, {heads}], one for each sequence too"
+            f"alibi_slopes: expected [{heads}] (a slope per query head) or [{batch}, {heads}] (also per sequence), "
+            f"got {list(alibi_slopes.shape)}"
         )
     if learnable_sink is not None:
         if tuple(learnable_sink.shape) != (heads,) or not learnable_sink.is_floating_point():
             raise InvalidArgument(
-                f"learnable_sink: got {list(learnable_sink.shape)} {learnable_sink.dtype}; accepted is a floating [{heads}], "
-                "one logit per query head"
+                f"learnable_sink: expected a floating [{heads}], one logit per query head, "
+                f"got {list(learnable_sink.shape)} {learnable_sink.dtype}"
             )
         check_device("learnable_sink", learnable_sink, "q", q)
     scale = default_scale(q.shape[-1]) if softmax_scale is None else check_float("softmax_scale", softmax_scale)
@@ -138,43 +138,44 @@ def read_options(
 
 
 def read_length(name: str, length: Any) -> int:
-    """A length as an int: FlashAttention takes whatever has an __index__, tensors too."""
+    """A length as an int: anything with an __index__, tensors included, as FlashAttention takes it."""
     return operator.index(length) if isinstance(length, Tensor) else check_int(name, length)
 
 
 def read_inputs(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as autocast casts them. Raises unless they go together and a kernel takes them; v's head dim is its own."""
+    """q, k and v after autocast's casts. Raises unless their shapes match and a kernel takes them; v may have another head
+    dim."""
     layout = "[total length, heads, head dim]" if packed else "[batch, length, heads, head dim]"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
         if tensor.dim() != (3 if packed else 4):
-            raise InvalidArgument(f"{name}: shape {list(tensor.shape)}, expected {layout}")
+            raise InvalidArgument(f"{name}: expected shape {layout}, got {list(tensor.shape)}")
     q, k, v = autocast(q, k, v)
     _policy.require_kernel("varlen_attention" if packed else "attention", q=q, k=k, v=v)
     check_floating("q", q.dtype)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
-            raise InvalidArgument(f"{name}: dtype {tensor.dtype}, expected q's {q.dtype}")
+            raise InvalidArgument(f"{name}: expected q's dtype {q.dtype}, got {tensor.dtype}")
         if tensor.device != q.device:
-            raise InvalidArgument(f"{name}: on {tensor.device}, expected q's device {q.device}")
+            raise InvalidArgument(f"{name}: expected q's device {q.device}, got {tensor.device}")
     if not packed and k.shape[0] != q.shape[0]:
-        raise InvalidArgument(f"k: batch (dimension 0) is {k.shape[0]}, expected q's {q.shape[0]}")
+        raise InvalidArgument(f"k: expected q's batch {q.shape[0]} (dimension 0), got {k.shape[0]}")
     if k.shape[-1] != q.shape[-1]:
-        raise InvalidArgument(f"k: head dim (last dimension) is {k.shape[-1]}, expected q's {q.shape[-1]}")
+        raise InvalidArgument(f"k: expected q's head dim {q.shape[-1]} (last dimension), got {k.shape[-1]}")
     if v.shape[:-1] != k.shape[:-1]:
-        raise InvalidArgument(f"v: shape {list(v.shape)}, expected k's {list(k.shape)} in all but the head dim")
+        raise InvalidArgument(f"v: expected k's shape {list(k.shape)} in all but the head dim, got {list(v.shape)}")
     heads, key_heads = q.shape[-2], k.shape[-2]
     if key_heads != heads and (key_heads == 0 or heads % key_heads != 0):
-        raise InvalidArgument(f"k: {key_heads} heads (dimension -2), expected a divisor of q's {heads}")
+        raise InvalidArgument(f"k: expected a divisor of q's {heads} heads (dimension -2), got {key_heads}")
     return q, k, v
 
 
 def unpacked(name: str, tensor: Tensor, rank: int, count: int) -> tuple[Tensor, ...]:
-    """The `count` tensors [..., heads, head dim] that lie side by side in dimension -3 of one of this rank, as views."""
+    """Views of the `count` tensors [..., heads, head dim] stacked in dimension -3 of a tensor of this rank."""
     check_tensor(name, tensor)
     if tensor.dim() != rank or tensor.shape[-3] != count:
         layout = f"[{'batch, length' if rank == 5 else 'total length'}, {count}, heads, head dim]"
-        raise InvalidArgument(f"{name}: shape {list(tensor.shape)}, expected {layout}")
+        raise InvalidArgument(f"{name}: expected shape {layout}, got {list(tensor.shape)}")
     return tensor.unbind(-3)
 
 
@@ -192,8 +193,8 @@ def _attend_plainly(
     learnable_sink: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor | None:
-    """out where a call has no option but causal and softmax_scale, and its tensors are those of `try_fast_path`: a fifth of the
-    host's time. None for any other call, which goes the long way and is checked there."""
+    """Fast path: out for a call with no option but causal and softmax_scale and tensors that `try_fast_path` takes; a fifth of
+    the host time. None for any other call, which the slow path checks."""
     if not (window_size is None or (type(window_size) is tuple and window_size in _NO_WINDOW)):
         return None
     if not (alibi_slopes is learnable_sink is None and type(causal) is type(deterministic) is bool):
@@ -213,7 +214,7 @@ _NO_WINDOW, _NUMBERS = ((-1, -1), (None, None)), (int, float)
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, lse: bool = False, probabilities: bool = False, **arguments: Any):
     """(out [B, L, H, Ev], softmax_lse [B, H, L] or None, S_dmask or None) of q [B, L, H, E] and k, v [B, S, Hk, ...];
-    `arguments` are those of `read_options`."""
+    `arguments` are `read_options`'s."""
     if not lse:
         out = _attend_plainly(q, k, v, **arguments)
         if out is not None:
@@ -221,7 +222,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, lse: bool = False, probabilities:
     q, k, v = read_inputs(q, k, v, packed=False)
     options = read_options(q, q.shape[0], **arguments)
     query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    # Where lengths are equal, both alignments are the same, and calls without options have a shorter way.
+    # Both alignments agree for equal lengths; upper_left has a faster path for calls without options.
     lower_right = q.shape[1] != k.shape[1] and not (options.is_plain and not options.causal)
     rng = draw_rng(options.dropout_p, q.device)
     slopes = options.alibi_slopes
@@ -253,13 +254,13 @@ def read_packing(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any, 
 
 
 def check_packed_values(packing: Packing, q: Tensor, k: Tensor) -> None:
-    """Inside checked() the host reads where the sequences lie."""
+    """Inside checked() the host reads and checks the sequence boundaries."""
     if not torch.compiler.is_compiling() and _checked.active:
         _checked.check_packed(*packing, q.shape[0], k.shape[0])
 
 
 class Packing(NamedTuple):
-    """Where sequences lie in packed tensors, as `check_packed` takes it."""
+    """Boundaries of packed sequences, in the form that `check_packed` takes."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -269,7 +270,7 @@ class Packing(NamedTuple):
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, probabilities: bool = False, **arguments: Any):
     """(out [Tq, H, Ev], softmax_lse [H, Tq], S_dmask or None) of packed q [Tq, H, E] and k, v [Tk, Hk, ...]; `arguments` are
-    those of `read_options`."""
+    `read_options`'s."""
     q, k, v = read_inputs(q, k, v, packed=True)
     check_packed(q, k, v, *packing)
     check_packed_values(packing, q, k)
@@ -294,10 +295,10 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, probabil
 
 
 def without_unused(packing: Packing, seqused_q: Tensor | None, seqused_k: Tensor | None) -> Packing:
-    """Packed sequences of which only the first seqused_* `[sequences]` rows take part, in terms of starts alone.
+    """The packing with seqused_* `[sequences]` applied: only the first seqused_* rows of each sequence take part.
 
-    Each becomes three: its used queries and keys; its other queries, without keys, so that their results and gradients are 0;
-    and its other keys, without queries. No length is read by the host.
+    Each sequence becomes three: its used queries and keys; its unused queries without keys, so that their results and gradients
+    are 0; its unused keys without queries. The host reads no length.
     """
     if seqused_q is None and seqused_k is None:
         return packing
@@ -314,8 +315,8 @@ def without_unused(packing: Packing, seqused_q: Tensor | None, seqused_k: Tensor
         check_tensor(name, seqused)
         if seqused.shape != first.shape or seqused.dtype != torch.int32 or seqused.device != first.device:
             raise InvalidArgument(
-                f"{name}: got {list(seqused.shape)} {seqused.dtype} on {seqused.device}; accepted is an int32 "
-                f"{list(first.shape)} on {first.device}"
+                f"{name}: expected an int32 {list(first.shape)} on {first.device}, "
+                f"got {list(seqused.shape)} {seqused.dtype} on {seqused.device}"
             )
         if not torch.compiler.is_compiling() and _checked.active:
             _checked.check_used(name, seqused, f"cu_seqlens_{name[-1]}", cu_seqlens)
@@ -329,7 +330,7 @@ def without_unused(packing: Packing, seqused_q: Tensor | None, seqused_k: Tensor
 
 # --- return_attn_probs ------------------------------------------------------------------------------------------------------
 
-_ROUNDED = 128  # FlashAttention pads the rows and columns of S_dmask to a multiple of it
+_ROUNDED = 128  # FlashAttention pads the rows and columns of S_dmask to a multiple of this
 
 
 def _round_up(length: int) -> int:
@@ -337,7 +338,7 @@ def _round_up(length: int) -> int:
 
 
 def no_weights(q: Tensor) -> Tensor:
-    """S_dmask without dropout: FlashAttention returns a tensor without elements too."""
+    """S_dmask without dropout: an empty tensor, as in FlashAttention."""
     return q.new_empty(0)
 
 
@@ -354,7 +355,7 @@ def signed_weights(query: Tensor, key: Tensor, options: Options, rng: Tensor | N
 
 @torch.no_grad()
 def signed_weights_packed(q: Tensor, k: Tensor, packing: Packing, options: Options, rng: Tensor | None) -> Tensor:
-    """S_dmask `[sequences, H, max_seqlen_q, max_seqlen_k]`, these rounded up to 128; the host reads the lengths."""
+    """S_dmask `[sequences, H, max_seqlen_q, max_seqlen_k]`, lengths rounded up to 128; the host reads the lengths."""
     if rng is None:
         return no_weights(q)
     query_rows = sequence_rows(packing.cu_seqlens_q, packing.max_seqlen_q, q.shape[0])

@@ -1,5 +1,5 @@
-"""`python -m flash_online check flash_attn`: FlashAttention's functions as flash_online.compat offers them, on random tensors,
-beside plain torch in float64. No FlashAttention is needed; where one is installed, the last line is left out.
+"""`python -m flash_online check flash_attn`: compares flash_online.compat's functions with plain torch in float64, on random
+tensors. FlashAttention need not be installed; where it is, the last line is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCH, QUERIES, KEYS, HEADS, KEY_HEADS, HEAD_DIM = 2, 70, 96, 4, 2, 32
 
 
 class _LargestMask(TorchDispatchMode):
-    """Remembers how many elements the largest tensor [..., QUERIES, KEYS] has that an operator made."""
+    """Records the number of elements of the largest [..., QUERIES, KEYS] tensor that an operator made."""
 
     elements = 0
 
@@ -35,9 +35,9 @@ class _LargestMask(TorchDispatchMode):
 
 
 def check(say: Callable[[str], None]) -> bool:
-    """Compares outputs and gradients with float64, by the tolerance of flash_online.testing. Says one line per function, device
-    and dtype: the largest error of out, and of the gradients, as shares of what is allowed, and how many elements the largest
-    mask or table of scores had; returns whether every share is at most 1 and there was no such table."""
+    """Compares outputs and gradients with float64, within the tolerance of flash_online.testing. Prints a line per function,
+    device and dtype: the largest errors of out and of the gradients as fractions of the tolerance, and the elements of the
+    largest mask or score matrix. Returns whether every fraction is at most 1 and there was no such matrix."""
     right = True
     say(f"{'function':45}{'device':8}{'dtype':10}{'out':>6}{'gradients':>11}{'largest mask':>14}")
     for device in ("cpu",) if why_no_cuda() else ("cpu", "cuda"):
@@ -85,7 +85,7 @@ def _calls() -> list[tuple[str, Callable[..., Any], dict[str, Any]]]:
 
 
 def _shares(call: Callable[..., Any], rules: dict[str, Any], dtype: torch.dtype, device: str) -> tuple[list[float], int]:
-    """The errors of out and of the three gradients, each as a share of what is allowed; the elements of the largest mask."""
+    """The errors of out and the three gradients as fractions of the tolerance; the elements of the largest mask."""
     generator = torch.Generator().manual_seed(2307_08691)
     shapes = ((BATCH, QUERIES, HEADS, HEAD_DIM), (BATCH, KEYS, KEY_HEADS, HEAD_DIM), (BATCH, KEYS, KEY_HEADS, HEAD_DIM))
     inputs = [testing.random_tensor(*shape, dtype=dtype, generator=generator, device=device) for shape in shapes]
@@ -103,7 +103,7 @@ def _shares(call: Callable[..., Any], rules: dict[str, Any], dtype: torch.dtype,
 
 
 def _imports(say: Callable[[str], None]) -> bool:
-    """Whether `import flash_attn` finds ours inside an installation; where FlashAttention is installed, that it stays."""
+    """Whether `import flash_attn` finds ours within an installation; with FlashAttention installed, whether it is kept."""
     try:
         with install("flash_attn"):
             found = importlib.import_module("flash_attn").flash_attn_func is flash_attn.flash_attn_func

@@ -1,8 +1,8 @@
-"""FlashAttention-2's private functions, without autograd, which libraries for sequences over several GPUs call by name.
+"""FlashAttention-2's private functions, without autograd, which libraries for context parallelism call by name.
 
-Such a library merges partial results over parts of the keys by their softmax_lse, and asks in the backward pass for the
-gradients of one part, giving the merged out and softmax_lse. Our backward kernels take a part's own results instead: the part's
-forward pass runs again, and gradients_of_part says what its results get.
+Such a library merges partial results over shards of the keys using their softmax_lse. In the backward pass it asks for the
+gradients of one shard and passes the merged out and softmax_lse. Our backward kernels need that shard's own results, so its
+forward pass is recomputed, and gradients_of_part converts the gradients.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out `[B, L, H, Ev]`, softmax_lse `[B, H, L]`, S_dmask, rng_state) of q `[B, L, H, E]` and k, v `[B, S, Hk, ...]`;
-    rng_state is dropout's (seed, offset), int64 `[2]`."""
+    rng_state is the (seed, offset) of dropout, int64 `[2]`."""
     with torch.no_grad():
         q, k, v = read_inputs(q, k, v, packed=False)
         options = _read_options(
@@ -77,8 +77,8 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out `[Tq, H, Ev]`, softmax_lse `[H, Tq]`, S_dmask, rng_state) of packed sequences. `zero_tensors` has no effect: all of
-    out and softmax_lse is written."""
+    """(out `[Tq, H, Ev]`, softmax_lse `[H, Tq]`, S_dmask, rng_state) of packed sequences. `zero_tensors` has no effect: out and
+    softmax_lse are always written completely."""
     refuse("_flash_attn_varlen_forward", block_table=block_table, leftpad_k=leftpad_k, seqused_k=seqused_k)
     with torch.no_grad():
         q, k, v = read_inputs(q, k, v, packed=True)
@@ -115,8 +115,8 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
 ) -> Tensor:
-    """Writes the gradients of q, k and v into dq, dk and dv, each unless it is None. out and softmax_lse may be those of a
-    merge over more keys; the forward pass over these keys runs again. Returns <dout, out>, `[B, H, L]`, without padding."""
+    """Writes the gradients of q, k and v into dq, dk and dv where these are not None. out and softmax_lse may be merged over
+    more keys; the forward pass over these keys is recomputed. Returns <dout, out>, `[B, H, L]`, without padding."""
     with torch.no_grad():
         q, k, v = read_inputs(q, k, v, packed=False)
         options = _read_options(
@@ -213,12 +213,12 @@ def _rng_state(q: Tensor, rng: Tensor | None) -> Tensor:
 
 
 def _read_rng(options: Options, rng_state: Tensor | None) -> Tensor | None:
-    """The (seed, offset) that the forward pass of these options drew."""
+    """The (seed, offset) that the forward pass drew."""
     if not options.dropout_p:
         return None
     if not isinstance(rng_state, Tensor) or rng_state.dtype != torch.int64 or tuple(rng_state.shape) != (2,):
         got = f"{list(rng_state.shape)} {rng_state.dtype}" if isinstance(rng_state, Tensor) else repr(rng_state)
-        raise InvalidArgument(f"rng_state: got {got}; beside dropout_p > 0 it is the int64 [2] that the forward pass returned")
+        raise InvalidArgument(f"rng_state: expected the forward pass's int64 [2] with dropout_p > 0, got {got}")
     return rng_state
 
 
@@ -226,7 +226,7 @@ def _check_results(dout: Tensor, out: Tensor, softmax_lse: Tensor, out_shape: tu
     for name, tensor, shape in (("dout", dout, out_shape), ("out", out, out_shape), ("softmax_lse", softmax_lse, lse_shape)):
         check_tensor(name, tensor)
         if tuple(tensor.shape) != tuple(shape):
-            raise InvalidArgument(f"{name}: shape {list(tensor.shape)}, expected {list(shape)}")
+            raise InvalidArgument(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
 
 
 def _slopes(options: Options, query: Tensor, shape) -> Tensor | None:

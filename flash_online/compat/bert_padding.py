@@ -26,23 +26,23 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """(index_first_axis(input, indices), input): what a block that skips padding needs beside its residual."""
+    """(index_first_axis(input, indices), input): the unpadded input of a block, with its residual."""
     return index_first_axis(input, indices), input
 
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch one after another; the host reads how many there are.
+    """Packs the tokens of a padded batch; the host reads their number.
 
     Args:
         hidden_states: `[B, S, ...]`.
-        attention_mask: `[B, S]`, bool or integers: not 0 where a token takes part.
-        unused_mask: the same for tokens that keep their place but do not take part.
+        attention_mask: `[B, S]`, bool or integers: nonzero where a token takes part.
+        unused_mask: like attention_mask, for tokens that are packed but do not take part.
 
     Returns:
-        (tokens `[T, ...]`, their places int64 `[T]` in the flattened batch, cu_seqlens int32 `[B + 1]`, the longest length, the
-        lengths without unused tokens int32 `[B]`).
+        (tokens `[T, ...]`, their indices int64 `[T]` in the flattened batch, cu_seqlens int32 `[B + 1]`, the longest length,
+        the lengths without unused tokens int32 `[B]`).
     """
     taken = attention_mask != 0
     present = taken if unused_mask is None else taken | (unused_mask != 0)
@@ -55,14 +55,14 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """`unpad_input` of a batch whose rows hold several sequences each; the host reads how many there are.
+    """`unpad_input` of a batch with several sequences per row; the host reads the number of tokens.
 
     Args:
         hidden_states: `[B, S, ...]`.
         attention_mask_in_length: integers `[B, S]`: the lengths of a row's sequences, in order, and zeros after them.
 
     Returns:
-        (tokens `[T, ...]`, their places int64 `[T]` in the flattened batch, cu_seqlens int32 `[sequences + 1]`, the longest
+        (tokens `[T, ...]`, their indices int64 `[T]` in the flattened batch, cu_seqlens int32 `[sequences + 1]`, the longest
         length).
     """
     filled = attention_mask_in_length.sum(-1, keepdim=True)
@@ -74,7 +74,7 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The tokens `[T, ...]` at their places in a batch `[batch, seqlen, ...]` that is 0 elsewhere: undoes `unpad_input`."""
+    """Puts the tokens `[T, ...]` back at `indices` of a batch `[batch, seqlen, ...]` of zeros; the inverse of `unpad_input`."""
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.view(batch, seqlen, *hidden_states.shape[1:])
 

@@ -1,10 +1,10 @@
 """FlashAttention-2's functions on flash_online's kernels: signatures, layouts and returns of `flash_attn` 2.8.
 
-What is beyond FlashAttention-2: the CPU, float32 and float64, any head dim, a head dim of the values' own, dropout beside
-softcap, and a differentiable softmax_lse. What differs: the softmax_lse of a query that sees no key is -inf, as a merge of
-partial results needs it, where FlashAttention-2 gives +inf; dropout drops other weights.
+Beyond FlashAttention-2: the CPU, float32 and float64, any head dim, a separate head dim of the values, dropout with softcap,
+and a differentiable softmax_lse. Differences: the softmax_lse of a query that sees no key is -inf, which merging partial
+results needs, and not FlashAttention-2's +inf; dropout drops other weights.
 
-The functions are annotated to return Any, since what they return depends on an argument, as in FlashAttention.
+As in FlashAttention, the return type depends on an argument, so the functions are annotated to return Any.
 
 Source: the interface of FlashAttention-2 (arXiv 2307.08691).
 """
@@ -40,8 +40,8 @@ PRIVATE = [
     "_wrapped_flash_attn_varlen_backward",
     "_wrapped_flash_attn_varlen_forward",
 ]
-"""Names of FlashAttention-2's module flash_attn_interface that other libraries import in spite of their underscores."""
-__version__ = "2.8.3+flash.online"  # whose interface this is
+"""Names of FlashAttention-2's module flash_attn_interface that other libraries import despite their underscores."""
+__version__ = "2.8.3+flash.online"  # the version of this interface
 
 
 def flash_attn_func(
@@ -60,7 +60,7 @@ def flash_attn_func(
     """Attention of q `[B, L, H, E]` over k `[B, S, Hk, E]` and v `[B, S, Hk, Ev]`; Hk divides H.
 
     Args:
-        dropout_p: probability that a weight is dropped, whenever > 0: 0 outside of training.
+        dropout_p: probability that a weight is dropped. Applied whenever > 0: pass 0 in eval.
         softmax_scale: 1 / sqrt(E) if None.
         causal: query i sees keys j <= i + S - L.
         window_size: (left, right): query i sees i + S - L - left <= j <= i + S - L + right; -1 and None are no bound.
@@ -73,7 +73,7 @@ def flash_attn_func(
         out `[B, L, H, Ev]`, with rows of 0 where a query sees no key. With `return_attn_probs` the tuple (out, softmax_lse,
         S_dmask): softmax_lse `[B, H, L]`, the natural logarithm of the denominators, float32, -inf where a query sees no key,
         differentiable; S_dmask without elements, or with dropout `[B, H, L, S]`, lengths rounded up to 128: exp(score - the
-        row's largest), negative where the weight is dropped. It takes quadratic memory, and is for tests.
+        row's largest), negative where the weight is dropped. It takes quadratic memory and is meant for tests.
 
     Raises:
         InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above.
@@ -151,22 +151,22 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:
-    """Attention of packed sequences, which lie one after another: q `[Tq, H, E]`, k `[Tk, Hk, E]`, v `[Tk, Hk, Ev]`.
+    """Attention of packed sequences: q `[Tq, H, E]`, k `[Tk, Hk, E]`, v `[Tk, Hk, Ev]`.
 
     Args:
-        cu_seqlens_q: int32 `[sequences + 1]`, ascending from 0: where the queries of each sequence begin.
-        cu_seqlens_k: the same of the keys.
-        max_seqlen_q: the longest sequence's number of queries, or more.
-        max_seqlen_k: the same of the keys.
+        cu_seqlens_q: int32 `[sequences + 1]`, ascending from 0: the first query of each sequence.
+        cu_seqlens_k: like cu_seqlens_q, of the keys.
+        max_seqlen_q: at least the number of queries of the longest sequence.
+        max_seqlen_k: like max_seqlen_q, of the keys.
         alibi_slopes: `[H]` or `[sequences, H]`.
-        block_table: int32 `[sequences, entries]`: k `[pages, page, Hk, E]` and v lie in these pages, the lengths of their
-            sequences are cu_seqlens_k's differences, and there are neither gradients nor dropout.
+        block_table: int32 `[sequences, entries]`: page indices of k `[pages, page, Hk, E]` and v; the lengths of the sequences
+            are the differences of cu_seqlens_k; no gradients, no dropout.
 
-    The other arguments are those of `flash_attn_func`, with L and S the lengths of a sequence.
+    The other arguments are as in `flash_attn_func`, with L and S the lengths of a sequence.
 
     Returns:
-        out `[Tq, H, Ev]`; with `return_attn_probs` also softmax_lse `[H, Tq]` and S_dmask, which with dropout is `[sequences,
-        H, max_seqlen_q, max_seqlen_k]`, rounded up to 128; the host then reads the lengths.
+        out `[Tq, H, Ev]`; with `return_attn_probs` also softmax_lse `[H, Tq]` and S_dmask, with dropout `[sequences, H,
+        max_seqlen_q, max_seqlen_k]`, lengths rounded up to 128; the host then reads the lengths.
 
     Raises:
         InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above.
@@ -294,9 +294,9 @@ def flash_attn_with_kvcache(
     """Attention of q `[B, L, H, E]` to a cache k_cache `[B, S, Hk, E]`, v_cache `[B, S, Hk, Ev]`, or with block_table
     `[blocks, page, Hk, E]`, to which k `[B, new, Hk, E]` and v are appended first, in place.
 
-    cache_seqlens are the keys before that. Rotary embedding turns k and q where rotary_cos and rotary_sin are given. Returns
-    out `[B, L, H, Ev]`, and with return_softmax_lse also softmax_lse `[B, H, L]`. No gradients. Pages are of any size. See
-    `flash_online.kvcache_attention`, whose devices, num_splits and errors these are.
+    cache_seqlens are the lengths before the append. With rotary_cos and rotary_sin, k and q are rotated. Returns out
+    `[B, L, H, Ev]`, and with return_softmax_lse also softmax_lse `[B, H, L]`. No gradients. Pages may have any size. Devices,
+    num_splits and errors are as in `flash_online.kvcache_attention`.
     """
     return attend_cached(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin),
@@ -322,5 +322,5 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
 def _get_block_size_n(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """How many keys of S_dmask share one largest score: all keys of a row, since there S_dmask is not cut into blocks."""
+    """Number of keys of S_dmask that share a row maximum: all keys, since S_dmask is not computed in blocks here."""
     return 2**31 - 1

@@ -1,7 +1,7 @@
 """FlashAttention-4's functions on flash_online's kernels: signatures, layouts and returns of its package `flash_attn.cute`.
 
-What is beyond FlashAttention-4: every device, dtype and head dim of flash_online's. Arguments that only tune its kernels
-(num_splits, pack_gqa, min_seqlen_k, seqlen_k_per_split, disable_scheduler_metadata) are taken and have no effect.
+Beyond FlashAttention-4: every device, dtype and head dim of flash_online. Arguments that only tune its kernels (num_splits,
+pack_gqa, min_seqlen_k, seqlen_k_per_split, disable_scheduler_metadata) are accepted and have no effect.
 
 Source: the interface of FlashAttention-4, `flash-attn-4` 4.0.0b36.
 """
@@ -20,7 +20,7 @@ from ._cached import attend_paged
 from ._call import Packing, Window, attend, attend_packed, read_length, refuse, without_unused
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
-__version__ = "4.0.0b36+flash.online"  # whose interface this is
+__version__ = "4.0.0b36+flash.online"  # the version of this interface
 
 
 def flash_attn_func(
@@ -61,8 +61,8 @@ def flash_attn_func(
 
     Returns:
         (out, lse): out `[B, L, H, Ev]`, with rows of 0 where a query sees no key; lse `[B, H, L]`, the natural logarithm of the
-        denominators, float32, -inf where a query sees no key. Without `return_lse` lse has no derivative, and is None where no
-        input needs a gradient.
+        denominators, float32, -inf where a query sees no key. Without `return_lse`, lse is detached, and None if no input
+        requires grad.
 
     Raises:
         InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above.
@@ -134,20 +134,20 @@ def flash_attn_varlen_func(
     gather_bwd_token_chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of sequences of several lengths. Queries are packed, q `[Tq, H, E]` with cu_seqlens_q, or padded, q
-    `[B, L, H, E]` without; and so are keys, k `[Tk, Hk, E]` or `[B, S, Hk, E]`, values like them.
+    `[B, L, H, E]` without it; likewise k `[Tk, Hk, E]` with cu_seqlens_k, or `[B, S, Hk, E]`, and v.
 
     Args:
-        cu_seqlens_q: int32 `[B + 1]`, ascending from 0: where the queries of each sequence begin.
-        cu_seqlens_k: the same of the keys.
-        max_seqlen_q: the longest sequence's number of queries, or more; None is safe.
-        max_seqlen_k: the same of the keys.
-        seqused_q: int32 `[B]`: how many queries of each sequence take part, from its first on; the results of the others are 0,
-            and causal rules and windows go by the lengths that take part.
-        seqused_k: the same of the keys; whatever the others hold reaches no result.
-        page_table: int32 `[B, entries]`: k `[pages, page, Hk, E]` and v lie in these pages, the length of each sequence is in
-            cu_seqlens_k or seqused_k, and there are no gradients.
+        cu_seqlens_q: int32 `[B + 1]`, ascending from 0: the first query of each sequence.
+        cu_seqlens_k: like cu_seqlens_q, of the keys.
+        max_seqlen_q: at least the number of queries of the longest sequence; None is safe.
+        max_seqlen_k: like max_seqlen_q, of the keys.
+        seqused_q: int32 `[B]`: only the first seqused_q queries of each sequence take part; the results of unused queries are
+            0, and the causal rule and windows use the lengths that take part.
+        seqused_k: like seqused_q, of the keys; unused keys never reach a result.
+        page_table: int32 `[B, entries]`: page indices of k `[pages, page, Hk, E]` and v; the lengths of the sequences come from
+            cu_seqlens_k or seqused_k; no gradients.
 
-    The other arguments are those of `flash_attn_func`, with L and S the lengths of a sequence.
+    The other arguments are as in `flash_attn_func`, with L and S the lengths of a sequence.
 
     Returns:
         (out, lse), out in the layout of q; lse `[H, Tq]`, or `[B, H, L]`, under the conditions of `flash_attn_func`.
@@ -203,7 +203,7 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def _packed(side: str, tensors: tuple[Tensor, ...], starts: Tensor | None, longest: Any) -> tuple[list[Tensor], Tensor, int]:
-    """Tensors of queries, or of keys and values, as packed ones, with where their sequences begin and the longest length."""
+    """The tensors (queries, or keys and values) as packed ones, with cu_seqlens and the longest length."""
     for name, tensor in zip((side, "v"), tensors, strict=False):
         check_tensor(name, tensor)
     first = tensors[0]
@@ -214,7 +214,7 @@ def _packed(side: str, tensors: tuple[Tensor, ...], starts: Tensor | None, longe
     for name, tensor in zip((side, "v"), tensors, strict=False):
         if tensor.dim() != 4 or tensor.shape[:2] != first.shape[:2]:
             raise InvalidArgument(
-                f"{name}: shape {list(tensor.shape)}; without cu_seqlens_{side} expected is [batch, length, heads, head dim]"
+                f"{name}: expected shape [batch, length, heads, head dim] without cu_seqlens_{side}, got {list(tensor.shape)}"
             )
     batch, length = first.shape[:2]
     starts = torch.arange(batch + 1, dtype=torch.int32, device=first.device) * length

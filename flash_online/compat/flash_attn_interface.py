@@ -1,7 +1,7 @@
 """FlashAttention-3's functions on flash_online's kernels: signatures, layouts and returns of its module `flash_attn_interface`.
 
-What is beyond FlashAttention-3: every device, dtype and head dim of flash_online's, and a differentiable softmax_lse. Arguments
-that only tune its kernels (pack_gqa, sm_margin, and num_splits but for cached keys) are taken and have no effect.
+Beyond FlashAttention-3: every device, dtype and head dim of flash_online, and a differentiable softmax_lse. Arguments that only
+tune its kernels (pack_gqa, sm_margin, and num_splits except for cached keys) are accepted and have no effect.
 
 Source: the interface of FlashAttention-3 (arXiv 2407.08608).
 """
@@ -56,7 +56,7 @@ def flash_attn_func(
         window_size: (left, right): query i sees i + S - L - left <= j <= i + S - L + right; -1 and None are no bound.
         softcap: limits scores to (-softcap, softcap) by a tanh; 0 is none.
         deterministic: makes the gradients repeat bit for bit; False follows torch's own setting.
-        return_attn_probs: also return softmax_lse (no probabilities, in spite of its name).
+        return_attn_probs: also return softmax_lse (no probabilities, despite the name).
 
     Returns:
         out `[B, L, H, Ev]`, with rows of 0 where a query sees no key. With `return_attn_probs` also softmax_lse `[B, H, L]`,
@@ -106,8 +106,8 @@ def flash_attn_qkvpacked_func(
         key_heads, rest = divmod(qkv.shape[2] - heads, 2)
         if heads < 1 or key_heads < 1 or rest:
             raise InvalidArgument(
-                f"num_heads_q: got {num_heads_q}; beside qkv of shape {list(qkv.shape)} it is the number of query heads, which "
-                "leaves as many for keys as for values"
+                "num_heads_q: expected the number of query heads, leaving as many key as value heads "
+                f"in qkv {list(qkv.shape)}, got {num_heads_q}"
             )
         q, k, v = qkv.split([heads, key_heads, key_heads], -2)
     else:
@@ -150,18 +150,18 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attention of packed sequences, which lie one after another: q `[Tq, H, E]`, k `[Tk, Hk, E]`, v `[Tk, Hk, Ev]`.
+    """Attention of packed sequences: q `[Tq, H, E]`, k `[Tk, Hk, E]`, v `[Tk, Hk, Ev]`.
 
     Args:
-        cu_seqlens_q: int32 `[sequences + 1]`, ascending from 0: where the queries of each sequence begin.
-        cu_seqlens_k: the same of the keys.
-        max_seqlen_q: the longest sequence's number of queries, or more.
-        max_seqlen_k: the same of the keys.
-        seqused_q: int32 `[sequences]`: how many queries of each sequence take part, from its first on; the results of the
-            others are 0, and causal rules and windows go by the lengths that take part.
-        seqused_k: the same of the keys; whatever the others hold reaches no result.
+        cu_seqlens_q: int32 `[sequences + 1]`, ascending from 0: the first query of each sequence.
+        cu_seqlens_k: like cu_seqlens_q, of the keys.
+        max_seqlen_q: at least the number of queries of the longest sequence.
+        max_seqlen_k: like max_seqlen_q, of the keys.
+        seqused_q: int32 `[sequences]`: only the first seqused_q queries of each sequence take part; the results of unused
+            queries are 0, and the causal rule and windows use the lengths that take part.
+        seqused_k: like seqused_q, of the keys; unused keys never reach a result.
 
-    The other arguments are those of `flash_attn_func`, with L and S the lengths of a sequence.
+    The other arguments are as in `flash_attn_func`, with L and S the lengths of a sequence.
 
     Returns:
         out `[Tq, H, Ev]`; with `return_attn_probs` also softmax_lse `[H, Tq]`.
@@ -193,8 +193,8 @@ def flash_attn_combine(
     """Merges partial results over disjoint keys: out_partial `[parts, B, L, H, Ev]`, lse_partial `[parts, B, L, H]`, float32.
 
     Returns:
-        (out `[B, L, H, Ev]`, of `out_dtype`, or out_partial's dtype if None, written into `out` where one is given; softmax_lse
-        `[B, L, H]`). Differentiable without `out`.
+        (out `[B, L, H, Ev]`, in `out_dtype` or out_partial's dtype, written into `out` if given; softmax_lse `[B, L, H]`).
+        Differentiable without `out`.
 
     Raises:
         InvalidArgument (a RuntimeError and ValueError): shapes or dtypes that do not fit.
@@ -205,8 +205,8 @@ def flash_attn_combine(
         return merged, softmax_lse
     if out.shape != merged.shape or out.dtype != merged.dtype:
         raise InvalidArgument(
-            f"out: got {list(out.shape)} {out.dtype}; accepted is {list(merged.shape)} {merged.dtype}, out_dtype's or else "
-            "out_partial's"
+            f"out: expected {list(merged.shape)} {merged.dtype} (out_dtype or out_partial's dtype), "
+            f"got {list(out.shape)} {out.dtype}"
         )
     return out.copy_(merged), softmax_lse
 
@@ -243,10 +243,10 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """FlashAttention-2's function of this name, with packed queries (cu_seqlens_q) and packed new keys (cu_seqlens_k_new) too.
+    """FlashAttention-2's function of this name, also with packed queries (cu_seqlens_q) and packed new keys (cu_seqlens_k_new).
 
-    rotary_seqlens are the positions of the first new rows, instead of cache_seqlens. Caches may be float8 beside q of 16 bits;
-    k_descale and v_descale `[B, Hk]` are then what they are multiplied by. pack_gqa and sm_margin have no effect.
+    rotary_seqlens are the positions of the first new rows, instead of cache_seqlens. Caches may be float8 with a 16-bit q;
+    k_descale and v_descale `[B, Hk]` are then their scales. pack_gqa and sm_margin have no effect.
     """
     refuse(
         "flash_attn_with_kvcache", qv=qv, q_descale=q_descale, attention_chunk=attention_chunk,
@@ -298,5 +298,5 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Any:
-    """None, which flash_attn_with_kvcache takes for its scheduler_metadata: nothing has to be planned before a call."""
+    """None, which flash_attn_with_kvcache accepts as scheduler_metadata: calls need no plan."""
     return None

@@ -1,9 +1,9 @@
-"""Several GPUs, on torch.distributed's collectives alone: attention of sequences that outgrow one, an output layer whose
-classes are cut over ranks, and DTensors.
+"""Several GPUs, using torch.distributed's collectives only: attention of sequences that do not fit on one GPU, an output layer
+with its classes sharded over ranks, and DTensors.
 
 from flash_online.distributed import context_parallel_attention, positions, shard
-query, key, value = shard([query, key, value], 2, group)               # each rank its rows, in torch's head-tail layout
-out = context_parallel_attention(query, key, value, group=group, causal=True)   # every option of attention, exact to the bit
+query, key, value = shard([query, key, value], 2, group)               # this rank's rows, in torch's head-tail layout
+out = context_parallel_attention(query, key, value, group=group, causal=True)   # every option of attention, bit-exact
 """
 
 from ._batch import shard_batch

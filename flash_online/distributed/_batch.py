@@ -1,4 +1,4 @@
-"""A language model's batch over ranks: what a trainer has before its step."""
+"""Shards a language model's batch over ranks, before the training step."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ def shard_batch(
     *,
     ignore_index: int = -100,
 ) -> dict[str, Any]:
-    """This rank's part of a batch of a causal language model, as Hugging Face's collators make it. The sum over the ranks of
-    `model(**shard_batch(batch)).loss` is the loss of the whole batch, where attention is over the ranks.
+    """This rank's shard of a batch of a causal language model, as Hugging Face's collators make it. With attention over the
+    ranks, the sum over ranks of `model(**shard_batch(batch)).loss` is the loss of the whole batch.
 
     Args:
-        batch: the whole batch, the same on every rank, by the names of the model's arguments:
+        batch: the whole batch, the same on every rank, keyed by the model's argument names:
 
-            - `input_ids` `[B, L]`, or `inputs_embeds` `[B, L, H]`; L is a multiple of the ranks (contiguous) or of twice as
-              many (zigzag): pad it, for example by a collator's `pad_to_multiple_of`.
-            - `labels` `[B, L]`, if any, not shifted, as for the model: label t + 1 belongs to row t. They are shifted here,
-              before the cut, since the row after a rank's last one is another rank's.
-            - `position_ids`, if any, `[..., L]`; else they are made. Those of packed documents begin anew at each.
-            - `attention_mask` of ones alone: it is dropped. Padding at the end needs none under the causal rule; its labels are
-              `ignore_index`.
-            - Every other tensor of shape `[B, L, ...]` is cut too. All else is passed on: `cu_seq_lens_q` and its kin are those
-              of the whole stream.
-        group: as in `context_parallel_attention`, and so is layout: "contiguous" for packed documents.
-        ignore_index: the label that counts for nothing.
+            - `input_ids` `[B, L]`, or `inputs_embeds` `[B, L, H]`; L is a multiple of the ranks (contiguous) or of twice the
+              ranks (zigzag): pad it, for example with a collator's `pad_to_multiple_of`.
+            - `labels` `[B, L]`, optional, not shifted, as for the model: label t + 1 belongs to row t. They are shifted here,
+              before the cut, since the label of a rank's last row is on another rank.
+            - `position_ids`, optional, `[..., L]`; made here if missing. For packed documents they restart at each document.
+            - `attention_mask` of ones only: it is dropped. Under the causal rule padding at the end needs no mask; its labels
+              are `ignore_index`.
+            - Every other tensor of shape `[B, L, ...]` is sharded too. All else is passed on: `cu_seq_lens_q` and related
+              arguments describe the whole stream.
+        group: as in `context_parallel_attention`, like layout ("contiguous" for packed documents).
+        ignore_index: the label that is ignored.
 
     Returns:
-        A new dict. Beside what is cut: `position_ids`; and with labels `shift_labels` (the shifted ones, which a model does not
-        shift again), `labels` (the same, for models that ask whether there are any) and `num_items_in_batch`, an int64 tensor
-        with the number of labels of the whole batch that count, by which a model divides the sum of its losses.
+        A new dict with the sharded tensors and `position_ids`; with labels also `shift_labels` (already shifted; a model does
+        not shift them again), `labels` (the same, for models that check for labels) and `num_items_in_batch`, an int64 tensor
+        with the number of labels of the whole batch that are not ignored, by which a model divides its summed loss.
 
     Raises:
-        InvalidArgument (a RuntimeError and ValueError): a mask has zeros, a length does not divide, or an argument is not as
-            above. On this rank alone: nothing is communicated.
+        InvalidArgument (a RuntimeError and ValueError): a mask has zeros, a length does not divide, or an argument is invalid.
+            Raised on this rank only: nothing is communicated.
     """
     group_of(group)
     check_layout(layout)
     if not isinstance(batch, Mapping):
-        raise TypeError(f"batch: expected a mapping from names to tensors, got {type(batch).__name__}")
+        raise TypeError(f"batch: expected a mapping of names to tensors, got {type(batch).__name__}")
     known = {name: value for name, value in batch.items() if value is not None}
     first = next((name for name in ("input_ids", "inputs_embeds") if name in known), None)
     if first is None:
-        raise InvalidArgument(f"batch: has {', '.join(known) or 'nothing'}; accepted has 'input_ids' or 'inputs_embeds'")
+        raise InvalidArgument(f"batch: expected 'input_ids' or 'inputs_embeds', got {', '.join(known) or 'nothing'}")
     check_tensor(first, known[first])
     if known[first].dim() < 2:
-        raise InvalidArgument(f"{first}: got {list(known[first].shape)}; accepted is [batch, length] or [batch, length, width]")
+        raise InvalidArgument(f"{first}: expected [batch, length] or [batch, length, width], got {list(known[first].shape)}")
     rows, length = known[first].shape[:2]
     mask = known.pop("attention_mask", None)
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == (rows, length) and bool((mask == 1).all())):
         raise InvalidArgument(
-            "attention_mask: accepted over several ranks is [batch, length] of ones. Pack documents into one row and give "
-            "cu_seq_lens_q, or pad at the end, without a mask, with labels of ignore_index"
+            "attention_mask: expected [batch, length] of ones over several ranks, got another mask. Pack documents "
+            "into one row and pass cu_seq_lens_q, or pad at the end without a mask and give padding the label ignore_index"
         )
     if "labels" in known:
         known |= _shifted(known["labels"], (rows, length), check_index("ignore_index", ignore_index, any_rank=True))
@@ -83,7 +83,7 @@ def shard_batch(
 def _shifted(labels: Any, shape: tuple[int, int], ignore_index: int) -> dict[str, Tensor]:
     check_tensor("labels", labels)
     if labels.shape != shape:
-        raise InvalidArgument(f"labels: got {list(labels.shape)}; accepted is input_ids' {list(shape)}, not shifted")
+        raise InvalidArgument(f"labels: expected input_ids' {list(shape)}, not shifted, got {list(labels.shape)}")
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
     return {"labels": shifted, "shift_labels": shifted, "num_items_in_batch": (shifted != ignore_index).sum()}
 
@@ -91,8 +91,6 @@ def _shifted(labels: Any, shape: tuple[int, int], ignore_index: int) -> dict[str
 def _has_rows(name: str, tensor: Tensor, shape: tuple[int, int]) -> bool:
     if name == "position_ids":
         if tensor.dim() == 0 or tensor.shape[-1] != shape[1]:
-            raise InvalidArgument(
-                f"position_ids: got {list(tensor.shape)}; accepted is [..., {shape[1]}], a position for each row"
-            )
+            raise InvalidArgument(f"position_ids: expected [..., {shape[1]}], a position per row, got {list(tensor.shape)}")
         return True
     return tensor.shape[:2] == shape

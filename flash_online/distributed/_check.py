@@ -1,5 +1,5 @@
-"""`torchrun --nproc-per-node N -m flash_online check distributed`: attention, and the loss over classes, of N ranks beside
-one process, on the GPUs where there are as many, else on the CPU. Without torchrun it checks a group of one rank.
+"""`torchrun --nproc-per-node N -m flash_online check distributed`: compares attention and the vocabulary-parallel loss over N
+ranks with one process, on GPUs if there are N, else on the CPU. Without torchrun it checks a group of one rank.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks": {"causal": True, "sinks": True},
 }
 GRADIENTS = ("dquery", "dkey", "dvalue")
-CLASSES = 101  # no number of ranks divides them
-ALLOWED = 0.02  # of the largest of what is summed over ranks in another order, in 16 bits
+CLASSES = 101  # not divisible by any number of ranks above 1
+ALLOWED = 0.02  # relative to the largest element, for 16-bit sums over ranks in another order
 
 
 @contextlib.contextmanager
 def _group(device: str) -> Iterator[None]:
-    """The default group: the one that is there, that of torchrun's environment, or one rank."""
+    """The default group: the existing one, one made from torchrun's environment, or one of a single rank."""
     if dist.is_initialized():
         yield
         return
@@ -69,15 +69,15 @@ def _run(call: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], grad:
 
 
 def _differences(ours: list[Tensor], wanted: list[Tensor], sums: Sequence[str] = ()) -> list[str]:
-    """What is not as promised: equal bits, but for the `sums` whose terms are added in another order."""
+    """The results that differ: they must be bit-equal, except `sums`, which are added in another order."""
     names = ("out", "lse", *GRADIENTS)
     equal = (_is_close if name in sums else torch.equal for name in names)
     return [name for name, same, *pair in zip(names, equal, ours, wanted, strict=True) if not same(*pair)]
 
 
 def _sums(method: str, ranks: int) -> Sequence[str]:
-    """The gradients that are summed over ranks. By gathered keys a row of dquery is too, over tiles of keys: in the order of
-    one process on the CPU, on a GPU only where rows lie in the tiles of queries as they do there."""
+    """The gradients that are summed over ranks. With gathered keys each row of dquery is summed too, over tiles of keys: on the
+    CPU in the order of one process, on a GPU only if the tiles of queries hold the same rows."""
     if method == "gathered":
         return GRADIENTS
     return GRADIENTS[1:] if KEY_HEADS % ranks else ()
@@ -88,7 +88,7 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 def _vocabulary(randn: Callable[..., Tensor], device: str) -> list[str]:
-    """What of the loss over classes that are cut is wrong: the numbers of a row are sums in another order."""
+    """Checks the loss over sharded classes; the per-row results are sums in another order. Returns the names that are wrong."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     hidden, weight = randn(ROWS, WIDTH), randn(CLASSES, WIDTH)
     target = torch.arange(ROWS, device=device) * 7 % CLASSES

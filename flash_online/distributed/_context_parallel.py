@@ -1,4 +1,4 @@
-"""Attention of sequences whose rows lie on several ranks: the public functions, and the choice of a method."""
+"""Attention of sequences sharded over ranks: the public functions, and the choice of a method."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ METHODS = ("auto", "ulysses", "gathered")
 
 
 class _Keywords(AttentionKeywords, total=False):
-    """The keywords of both functions that do not change the type of the result, for type checkers."""
+    """Keywords of both functions that do not change the return type, for type checkers."""
 
     group: dist.ProcessGroup | dist.DeviceMesh | None
     method: str
@@ -46,7 +46,7 @@ class _Keywords(AttentionKeywords, total=False):
 
 
 class _PackedKeywords(_Keywords, total=False):
-    """Those of context_parallel_varlen_attention."""
+    """Keywords of context_parallel_varlen_attention."""
 
     max_seqlen: int | None
 
@@ -82,41 +82,41 @@ def context_parallel_attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact self-attention of a sequence whose rows lie on several ranks: `attention` of the whole sequence, of which each rank
-    gives and gets its rows. Out and lse are those of one process bit for bit.
+    """Exact self-attention of a sequence that is sharded over ranks: each rank passes its rows and gets its rows of `attention`
+    of the whole sequence. Out and lse are bit-equal to one process's.
 
-    Every rank of the group calls it, with the rows that `shard` gives it. Positions are those in the whole sequence.
+    Every rank of the group calls it, with its rows from `shard`. Positions are positions in the whole sequence.
 
     Args:
         query: `[..., Hq, n, E]`, n = L / ranks rows of the sequence; float16, bfloat16, float32 or float64; any strides.
-        key: `[..., Hk, n, E]`, as in `attention`, of as many rows as query. value: `[..., Hv, n, Ev]`.
+        key: `[..., Hk, n, E]`, as in `attention`, with query's number of rows. value: `[..., Hv, n, Ev]`.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.
         method: "ulysses" exchanges rows of all heads for all rows of some heads, and back; the ranks need not divide the heads.
-            "gathered" brings all keys and values to every rank, a group of key heads at a time. "auto" takes Ulysses unless
-            it receives many more bytes (docs/distributed.md has the rule).
+            "gathered" gathers all keys and values on every rank, a group of key heads at a time. "auto" uses Ulysses unless it
+            receives many more bytes (docs/distributed.md has the rule).
         layout: "zigzag" (n is even) or "contiguous", the layout of `shard`.
-        causal: as in `attention`, and so are window, alignment (of one length, both are the same), softcap, alibi_slopes, scale
-            and return_lse. Slopes and sinks have all Hq heads, and the same values on all ranks.
-        sinks: `[Hq]`. Its gradient is a rank's own part, to be summed over the ranks like that of any weight.
-        dropout_p: 0; there is no dropout here.
+        causal: as in `attention`, like window, alignment (both agree for equal lengths), softcap, alibi_slopes, scale and
+            return_lse. Slopes and sinks have all Hq heads, and the same values on all ranks.
+        sinks: `[Hq]`. Its gradient is this rank's part, to be summed over the ranks like any weight gradient.
+        dropout_p: 0: dropout is not supported.
         deterministic: as in `attention`.
 
     Returns:
-        out `[..., Hq, n, Ev]`, this rank's rows, of query's dtype and order of strides. With `return_lse` also lse
-        `[..., Hq, n]`. With `deterministic=True` the gradients by Ulysses are those of one process bit for bit: of query
-        always, of key and value where the ranks divide Hk and Hv. Others of key and value are sums of the ranks' parts in
-        float32. Ulysses has second derivatives, gathered keys have first ones alone.
+        out `[..., Hq, n, Ev]`, this rank's rows, in query's dtype and order of strides. With `return_lse` also lse
+        `[..., Hq, n]`. With `deterministic=True` Ulysses gradients are bit-equal to one process's: of query always, of key and
+        value if the ranks divide Hk and Hv. Other gradients of key and value are sums over ranks in float32. Ulysses has second
+        derivatives; gathered keys have first derivatives only.
 
     Raises:
-        InvalidArgument (a RuntimeError and ValueError): an argument is not as above, or the ranks' calls differ (shapes,
-            dtypes, options, what requires a gradient). All ranks raise it, also where only one is wrong. Where a rank does not
-            call at all, the others end by the group's timeout.
-        NotImplementedError: the device has no kernel for this call; or a second derivative by gathered keys.
+        InvalidArgument (a RuntimeError and ValueError): an argument is invalid, or the ranks' calls differ (shapes, dtypes,
+            options, what requires a gradient). All ranks raise it, even if only one is wrong. If a rank makes no call, the
+            other ranks end at the group's timeout.
+        NotImplementedError: the device has no kernel for this call; or a second derivative with gathered keys.
 
     Backward passes communicate too: every rank runs them, in the same order. Under torch.compile the ranks' calls are not
     compared.
 
-    Source: Ulysses, arXiv 2309.14509; gathered keys, as in Llama 3, arXiv 2407.21783; beside ring attention, arXiv 2310.01889.
+    Source: Ulysses, arXiv 2309.14509; gathered keys, as in Llama 3, arXiv 2407.21783; compare ring attention, arXiv 2310.01889.
     """
     found = group_of(group)
     options = {"causal": causal, "window": window, "alignment": alignment, "softcap": none_as_zero(softcap), "scale": scale}
@@ -132,9 +132,7 @@ def context_parallel_attention(
         slopes = alibi_slopes
         if slopes is not None:
             if broadcast("query, alibi_slopes", q.shape[:-2], slopes.shape) != q.shape[:-2]:
-                raise InvalidArgument(
-                    f"alibi_slopes: got {list(slopes.shape)}; accepted are [Hq] and [..., Hq] of query's batch"
-                )
+                raise InvalidArgument(f"alibi_slopes: expected [Hq] or [..., Hq] of query's batch, got {list(slopes.shape)}")
             slopes = slopes.expand(q.shape[:-2]).flatten(0, -2)
         _check_rows(q.shape[-2], k.shape[-2], layout)
         return _described("context_parallel_attention", query, key, value, method, layout, options), (q, k, v, slopes, restore)
@@ -192,30 +190,30 @@ def context_parallel_varlen_attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact self-attention of documents packed into one stream whose rows lie on several ranks: `varlen_attention` of the whole
-    stream, of which each rank gives and gets its rows, bit for bit. Documents may be cut anywhere, and be empty.
+    """Exact self-attention of documents packed into one stream that is sharded over ranks: each rank passes its rows and gets
+    its rows of `varlen_attention` of the whole stream, bit-equal. Documents may be cut anywhere, and be empty.
 
     Args:
         query: `[n, Hq, E]`, n = T / ranks rows of the stream; float16, bfloat16, float32 or float64; any strides.
         key: `[n, Hk, E]`, as in `varlen_attention`. value: `[n, Hv, Ev]`.
-        cu_seqlens: int32 `[documents + 1]` on query's device, ascending from 0: where each document begins in the whole stream,
-            the same on all ranks. Only the device reads it. Rows past `cu_seqlens[-1]` are padding, and get 0.
-        group: as in `context_parallel_attention`, and so are method and layout. "contiguous": a rank's rows follow one another
-            in the stream.
-        max_seqlen: at least the length of the longest document; None: that of the stream. A tight bound is worth giving.
-        causal: as in `varlen_attention`, and so are window, alignment (of one length, both are the same), softcap, scale and
-            return_lse. alibi_slopes: `[Hq]` or `[documents, Hq]`.
-        sinks: as in `context_parallel_attention`, and so are dropout_p and deterministic.
+        cu_seqlens: int32 `[documents + 1]` on query's device, ascending from 0: the first row of each document in the whole
+            stream, the same on all ranks. Only the device reads it. Rows past `cu_seqlens[-1]` are padding, and get 0.
+        group: as in `context_parallel_attention`, like method and layout. "contiguous": a rank's rows are adjacent in the
+            stream.
+        max_seqlen: at least the length of the longest document; None: the stream's length. A tight bound is faster.
+        causal: as in `varlen_attention`, like window, alignment (both agree for equal lengths), softcap, scale and return_lse.
+            alibi_slopes: `[Hq]` or `[documents, Hq]`.
+        sinks: as in `context_parallel_attention`, like dropout_p and deterministic.
 
     Returns:
-        out `[n, Hq, Ev]`, this rank's rows, of query's dtype and order of strides. With `return_lse` also lse `[Hq, n]`.
+        out `[n, Hq, Ev]`, this rank's rows, in query's dtype and order of strides. With `return_lse` also lse `[Hq, n]`.
         Gradients are as in `context_parallel_attention`.
 
     Raises:
         InvalidArgument (a RuntimeError and ValueError): as in `context_parallel_attention`, on all ranks.
         NotImplementedError: likewise.
 
-    Source: as there; a rank's chunk of a packed stream over the keys of its documents is Llama 3's (arXiv 2407.21783).
+    Source: as in context_parallel_attention; a rank's chunk of a packed stream attends to its documents' keys as in Llama 3.
     """
     found = group_of(group)
     options = {"causal": causal, "window": window, "alignment": alignment, "softcap": none_as_zero(softcap), "scale": scale}
@@ -238,8 +236,8 @@ def context_parallel_varlen_attention(
             shape = (cu_seqlens.shape[0] - 1, q.shape[1])
             if slopes.dim() > 2 or broadcast("query, alibi_slopes", shape, slopes.shape) != shape:
                 raise InvalidArgument(
-                    f"alibi_slopes: got {list(slopes.shape)}; accepted are [{shape[1]}], one slope a query head, and "
-                    f"{list(shape)}, one for each document too"
+                    f"alibi_slopes: expected [{shape[1]}] (a slope per query head) or {list(shape)} (also per document), "
+                    f"got {list(slopes.shape)}"
                 )
             slopes = slopes.expand(shape)
         _check_rows(q.shape[0], k.shape[0], layout)
@@ -271,23 +269,23 @@ def _check_options(query, key, value, heads_dim: int, method, layout, options: d
     names = ("causal", "window", "alignment", "softcap", "sinks", "alibi_slopes", "dropout_p")
     check_attention_options(query, heads_dim, *(options[name] for name in names))
     if options["dropout_p"] > 0:
-        raise InvalidArgument(f"dropout_p: got {options['dropout_p']}; accepted over several ranks is 0, no dropout")
+        raise InvalidArgument(f"dropout_p: expected 0 (no dropout) over several ranks, got {options['dropout_p']}")
     if options["scale"] is not None:
         check_float("scale", options["scale"])
     if method not in METHODS:
-        raise InvalidArgument(f"method: got {method!r}; accepted are 'auto', 'ulysses' and 'gathered'")
+        raise InvalidArgument(f"method: expected 'auto', 'ulysses' or 'gathered', got {method!r}")
     check_layout(layout)
 
 
 def _check_rows(queries: int, keys: int, layout: str) -> None:
     if keys != queries:
-        raise InvalidArgument(f"key: {keys} rows; accepted over several ranks is self-attention, query's {queries} rows")
+        raise InvalidArgument(f"key: expected query's {queries} rows (self-attention over ranks), got {keys}")
     if layout == "zigzag" and queries % 2:
-        raise InvalidArgument(f"query: {queries} rows on a rank; accepted in a zigzag layout are even numbers, two chunks")
+        raise InvalidArgument(f"query: expected an even number of rows per rank (two chunks) in a zigzag layout, got {queries}")
 
 
 def _described(function: str, query, key, value, method: str, layout: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What all ranks have to agree in, by argument."""
+    """The values that all ranks must agree on, by argument."""
     described: dict[str, Any] = {"function": function}
     enabled = torch.is_grad_enabled()
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -305,14 +303,14 @@ def _described(function: str, query, key, value, method: str, layout: str, optio
 
 
 class Cost(NamedTuple):
-    """Bytes per rank: received from others, and held beside inputs and results, by one call."""
+    """Bytes per rank and call: received from other ranks, and held in addition to inputs and results."""
 
     received: int
     held: int
 
 
 def costs(query: Tensor, key: Tensor, value: Tensor, ranks: int, train: bool) -> dict[str, Cost]:
-    """What each method costs for rows-first tensors [n, batch, heads, width], with the backward pass if `train`."""
+    """Costs of each method for rows-first tensors [n, batch, heads, width], with the backward pass if `train`."""
     rows = query.shape[0] * query.shape[1]
     size, wide = query.element_size(), accumulator_of(query.dtype).itemsize
     plan = plan_heads(query.shape[2], key.shape[2], value.shape[2], 0, ranks)
@@ -333,18 +331,18 @@ def costs(query: Tensor, key: Tensor, value: Tensor, ranks: int, train: bool) ->
 
 
 def choose(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str, causal: bool, train: bool) -> str:
-    """The method of "auto"; every rank comes to the same. The rule stands in docs/distributed.md."""
+    """The method that "auto" uses, the same on every rank. docs/distributed.md has the rule."""
     if query.shape[2] % group.ranks:
-        return "gathered"  # by Ulysses some ranks would have more heads than others, or none
+        return "gathered"  # with Ulysses some ranks would have more heads than other ranks, or none
     if causal and layout == "contiguous":
-        return "ulysses"  # by gathered keys the last rank would have almost twice the mean work
+        return "ulysses"  # with gathered keys the last rank would have almost twice the mean work
     cost = costs(query, key, value, group.ranks, train)
-    # Over two H100s Ulysses is 2 to 6 % faster also where it receives 1.25 times as many bytes: it calls attention once.
+    # On two H100s Ulysses is 2 to 6 % faster even when it receives 1.25 times as many bytes: it calls attention once.
     return "ulysses" if cost["ulysses"].received * 10 <= cost["gathered"].received * 13 else "gathered"
 
 
 def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layout: str, options: dict[str, Any]):
-    """(out, lse or None) of tensors [B, H, n, E]; `starts` of a packed stream, else None."""
+    """(out, lse or None) of tensors [B, H, n, E]; `starts`: cu_seqlens of a packed stream, else None."""
     accumulator = accumulator_of(q.dtype)
     slopes = None if slopes is None else slopes.to(accumulator)
     sinks = None if options["sinks"] is None else options["sinks"].to(accumulator).contiguous()
@@ -364,7 +362,7 @@ def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layou
         out, lse = Gathered.apply(call, *(tensor.permute(2, 0, 1, 3) for tensor in (q, k, v)), slopes, sinks, starts)
         return out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
 
-    # The kernels of packed sequences are as fast in one group.
+    # The kernels of packed sequences are as fast with one group.
     count = head_groups(q, k, v, group.ranks) if starts is None else 1
     operator = _claimed_tiles if count > 1 and _is_static(q, left) else None
     keywords = {"causal": options["causal"], "window": (left, right), "scale": scale, "softcap": float(options["softcap"])}
@@ -379,7 +377,7 @@ def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layou
             rows_first = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
             out, lse = varlen_impl(*rows_first, starts, starts, longest, longest, **words)
             out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
-        return out, lse if options["return_lse"] else None  # what nobody wants is not exchanged
+        return out, lse if options["return_lse"] else None  # do not exchange an lse that is not returned
 
     return ulysses(q, k, v, slopes, sinks, group, layout, count, attend)
 
@@ -388,8 +386,8 @@ def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layou
 
 
 def _is_static(query: Tensor, left: int | None) -> bool:
-    """Whether each CTA of the dense forward kernel has a fixed share of the tiles, where CTAs over packed sequences claim
-    theirs: on Hopper. CTAs whose SM is NCCL's for a while begin late, and end late. Narrow windows have tiles of their own."""
+    """Whether the dense forward kernel gives each CTA a fixed share of the tiles (on Hopper), while packed sequences let CTAs
+    claim tiles. CTAs on an SM that NCCL occupies for a while start late and finish late. Narrow windows have other tiles."""
     narrow = 512
     if not query.is_cuda or query.shape[0] != 1 or query.element_size() != 2 or (left is not None and left <= narrow):
         return False
@@ -397,7 +395,7 @@ def _is_static(query: Tensor, left: int | None) -> bool:
 
 
 def _by_claimed_tiles(query, key, value, mask, alibi_slopes, sinks, rng, options):
-    """attention_forward of one sequence by the forward pass of packed sequences. The bits are the same."""
+    """attention_forward of one sequence, using the packed forward pass. Bit-equal."""
     length = query.shape[2]
     starts = torch.arange(0, 2 * length, length, dtype=torch.int32, device=query.device)  # no copy from the host
     rows_first = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))

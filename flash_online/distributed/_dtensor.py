@@ -1,9 +1,8 @@
-"""register_dtensor: sharding rules of our operators for DTensor, so that batches and heads that are cut over a mesh are
-computed where they lie.
+"""register_dtensor: sharding rules of our operators for DTensor, which run on local shards of batches and heads.
 
-A rule says for one dimension of the mesh how results lie if arguments lie so; DTensor combines the rules of several dimensions
-and, where no rule fits, redistributes arguments. What would take a communication that the caller may not expect (a sharded
-sequence, class dimension or weight) `refusal` rejects beforehand, with the name of what is missing.
+A rule gives, for one mesh dimension, the placement of the results for given placements of the arguments. DTensor combines the
+rules of several dimensions, and redistributes arguments where no rule fits. `refusal` rejects calls that would need a
+communication that the caller may not expect (a sharded sequence, class dimension or weight), and names the alternative.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _CLASSES = "classes over ranks are flash_online.distributed.vocab_parallel_linea
 
 
 def refusal(function: str, position: int, tensor, dim) -> str | None:
-    """Why the function does not take this DTensor as its argument number `position`, where `dim` is what the function reduces;
-    None where it does."""
+    """Why the function does not accept this DTensor as argument number `position`, or None. `dim` is the dimension that the
+    function reduces."""
     from torch.distributed.tensor import Shard
 
     rank, dims = tensor.dim(), []
@@ -52,7 +51,7 @@ def refusal(function: str, position: int, tensor, dim) -> str | None:
 
 
 def _whole_dims(function: str, position: int, tensor: Tensor, dim) -> list[int]:
-    """The dimensions, counted from 0, along which the argument must not be sharded."""
+    """The dimensions, counted from 0, that must not be sharded."""
     rank = tensor.dim()
     if function in ("attention", "scaled_dot_product_attention"):
         return [rank - 2, rank - 1]
@@ -74,12 +73,12 @@ def _whole_dims(function: str, position: int, tensor: Tensor, dim) -> list[int]:
 
 
 def _placements(specs, placement) -> list:
-    """`placement` for each argument that is a tensor, None for the others."""
+    """`placement` for each tensor argument, None for other arguments."""
     return [placement if hasattr(spec, "placements") else None for spec in specs]
 
 
 def _heads_can_be_cut(head_dim: int, *specs) -> bool:
-    """Whether equal cuts along the heads of query, key and value keep each group of query heads with its key head."""
+    """Whether equal shards of the heads of query, key and value keep each group of query heads with its key head."""
     from torch.distributed.tensor import Shard
 
     heads = [spec.shape[head_dim] for spec in specs]
@@ -89,8 +88,9 @@ def _heads_can_be_cut(head_dim: int, *specs) -> bool:
 
 
 def _attention(outputs: int, backward: bool):
-    """Rules of attention_forward (3 results), attention_inference (1) and attention_backward (5): each batch dimension, and the
-    heads."""
+    """Rules of attention_forward (3 results), attention_inference (1) and attention_backward (5): each batch dimension, and
+    heads.
+    """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     def rules(*arguments):
@@ -102,7 +102,7 @@ def _attention(outputs: int, backward: bool):
         query, key, value, mask, alibi_slopes, sinks, rng = tensors
         head_dim = len(query.shape) - 3
         found = [([Replicate()] * outputs, _placements(arguments, Replicate()))]
-        for dim in range(head_dim + 1) if rng is None else ():  # dropout draws by the index of batch and head
+        for dim in range(head_dim + 1) if rng is None else ():  # the dropout mask depends on the batch and head index
             if dim == head_dim and not _heads_can_be_cut(head_dim, query, key, value):
                 continue
             cut = Shard(dim)
@@ -122,7 +122,7 @@ def _attention(outputs: int, backward: bool):
 
 
 def _varlen(backward: bool):
-    """Rules of attention_varlen_forward and _backward: the heads."""
+    """Rules of attention_varlen_forward and _backward: heads."""
     from torch.distributed.tensor import Replicate, Shard
 
     def rules(*arguments):
@@ -157,8 +157,8 @@ def _merge(outs, lses):
 
 
 def _rows(tensors: int, outputs: int, lacking: tuple[int, ...] = (), dim_at: int = 0):
-    """Rules of operators over the rows along the dimension that option number `dim_at` is: every other dimension. `lacking` are
-    those of the arguments and results, counted on from the arguments, that lack it."""
+    """Rules of row operators: every dimension but the reduced one, which is option number `dim_at`. `lacking`: indices of the
+    arguments, then results, without that dimension."""
     from torch.distributed.tensor import Replicate, Shard
 
     def rules(*arguments):
@@ -176,7 +176,7 @@ def _rows(tensors: int, outputs: int, lacking: tuple[int, ...] = (), dim_at: int
 
 
 def _cross_entropy(backward: bool):
-    """Rules of cross_entropy_forward and _backward: every dimension but that of the classes, 1."""
+    """Rules of cross_entropy_forward and _backward: every dimension but the class dimension 1."""
     from torch.distributed.tensor import Replicate, Shard
 
     def rules(*arguments):
@@ -197,7 +197,7 @@ def _cross_entropy(backward: bool):
 
 
 def _linear_cross_entropy(backward: bool):
-    """Rules of linear_cross_entropy_forward and _backward: the rows of input. Gradients of weight and bias are then pending
+    """Rules of linear_cross_entropy_forward and _backward: the rows of input. Gradients of weight and bias are then Partial
     sums."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -221,27 +221,27 @@ _registered = False
 
 
 def register_dtensor() -> None:
-    """Registers sharding rules of our operators with DTensor, and lets functions take DTensors from then on.
+    """Registers sharding rules of our operators with DTensor; functions then accept DTensors.
 
-    Computed where they lie, forward and backward, without communication:
+    Computed on local shards, forward and backward, without communication:
 
-    - attention and scaled_dot_product_attention: shards of batch dimensions, and of the heads if each group of query heads
-      stays with its key head (the number of key heads is a multiple of the shards, or that of query heads); mask, slopes and
-      sinks as they go with them; varlen_attention: of the heads;
-    - merge_attention, softmax, log_softmax, logsumexp, topk_softmax: of every dimension but the reduced one;
-    - cross_entropy: of every dimension but the classes; linear_cross_entropy: of the rows of a whole weight, whose gradient is
-      then a pending sum (Partial). A mean or sum of losses is a sum over ranks, as any in torch.
+    - attention and scaled_dot_product_attention: sharded batch dimensions, and sharded heads if each group of query heads
+      stays with its key head (the shards divide the key heads, or key and query heads are equal in number), with mask, slopes
+      and sinks sharded alike; varlen_attention: sharded heads;
+    - merge_attention, softmax, log_softmax, logsumexp, topk_softmax: every dimension but the reduced one;
+    - cross_entropy: every dimension but the classes; linear_cross_entropy: the rows, with a whole weight, whose gradient is
+      then a pending sum (Partial). A mean or sum of losses is a sum over ranks, as usual in torch.
 
-    Placements that need a communication of their own are refused by name: a sharded sequence, class dimension or weight, a
-    pending sum, dropout, cached keys. The functions of flash_online.functional, and so those of override(), forward these to
-    torch, so that torch's context_parallel and loss_parallel keep working. Placements that differ between the arguments of a
-    call, and heads that cannot be cut so, are redistributed by DTensor. All tensors of a call are DTensors on one mesh.
+    Placements that need another communication are refused by name: a sharded sequence, class dimension or weight, a pending
+    sum, dropout, cached keys. flash_online.functional, and thus override(), forwards these to torch, so that torch's
+    context_parallel and loss_parallel keep working. DTensor redistributes arguments with different placements, and heads that
+    cannot be sharded this way. All tensors of a call are DTensors on one mesh.
 
-    It holds for the process, and a second call does nothing. DTensor's interface for this,
+    Registration is per process; a second call does nothing. DTensor's interface for it,
     torch.distributed.tensor.experimental.register_sharding, is experimental.
 
     Raises:
-        RuntimeError: this torch has no torch.distributed.
+        RuntimeError: torch is built without torch.distributed.
     """
     global _registered
     if _registered:

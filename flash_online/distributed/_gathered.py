@@ -1,6 +1,6 @@
-"""Gathered keys: queries stay, keys and values of the whole sequence come to every rank (as in Llama 3, arXiv 2407.21783).
+"""Gathered keys: queries stay; every rank gets all keys and values of the sequence (as in Llama 3, arXiv 2407.21783).
 
-All tensors here have their rows first: [rows, batch, heads, width]; lse is [rows, batch, heads].
+All tensors here are rows first: [rows, batch, heads, width]; lse is [rows, batch, heads].
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .._ops import accumulator_of, dense_strides_in_order, ops, surfaced
 from ._group import Group, start_all_gather, start_reduce_scatter, wait
 from ._layout import by_rank, in_sequence, pieces_of
 
-GROUP_BYTES = 64 << 20  # gathered keys and values of one group of key heads, about; two groups are there at a time
+GROUP_BYTES = 64 << 20  # target size of the gathered keys and values of a group of key heads; two groups exist at a time
 
 
 class GatheredCall(NamedTuple):
-    """What the forward and the backward pass share."""
+    """State shared by the forward and the backward pass."""
 
     group: Group
     layout: str
@@ -31,15 +31,15 @@ class GatheredCall(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A call of attention: rows of this rank that follow one another in the sequence, and the keys that they may see.
+    """A call of attention: adjacent rows of this rank, and the keys that they may see.
 
-    `front` and `back` rows are put before and behind the rows where no alignment gives these their positions otherwise.
+    `front` and `back` empty rows are added before and after the rows where no alignment gives the rows their positions.
     """
 
     begin: int  # of this rank's rows
     end: int
     first: int  # position of `begin` in the whole sequence
-    keys: int  # the first so many of the sequence
+    keys: int  # number of leading keys of the sequence
     front: int
     back: int
     options: AttentionOptions
@@ -50,12 +50,12 @@ class _Piece(NamedTuple):
 
 
 def pieces(call: GatheredCall, rows: int, has_alibi: bool) -> list[_Piece]:
-    """The calls of attention that make this rank's rows.
+    """The calls of attention that compute this rank's rows.
 
     A piece [a, b) of the sequence sees keys up to t = min(b + right bound, L). Over the first t keys, aligned at the lower
-    right, its rows stand t - b positions too low. Without a right bound beyond b (the causal rule) that is 0. Else a window's
-    bounds are moved by it; but ALiBi's distances cannot be, and in a packed stream the shift differs from document to document:
-    then t - b empty rows are put behind the rows or, if that is less, a before them, aligned at the upper left.
+    right, its rows stand t - b positions too low. Without a right bound beyond b (the causal rule) the shift is 0. Otherwise a
+    window's bounds absorb the shift. ALiBi's distances cannot, and in a packed stream the shift differs per document: then
+    t - b empty rows are added after the rows or, if a is less, a empty rows before them, aligned at the upper left.
     """
     length, options, found = rows * call.group.ranks, call.options, []
     left, right = options.window_left, options.window_right
@@ -82,7 +82,7 @@ def pieces(call: GatheredCall, rows: int, has_alibi: bool) -> list[_Piece]:
 
 
 def _rows(ranges):
-    """(first row of this rank, range of the sequence) of each range."""
+    """(first row of this rank, range of the sequence) per range."""
     row = 0
     for a, b in ranges:
         yield row, (a, b)
@@ -90,7 +90,7 @@ def _rows(ranges):
 
 
 def groups_of(key: Tensor, value: Tensor, ranks: int) -> int:
-    """How many groups the key heads are gathered in, of about GROUP_BYTES each: a divisor of key's and value's heads."""
+    """Number of groups, of about GROUP_BYTES each, that the key heads are gathered in: a divisor of key's and value's heads."""
     size = ranks * (key.numel() + value.numel()) * key.element_size()
     counts = [n for n in range(1, key.shape[2] + 1) if key.shape[2] % n == value.shape[2] % n == 0]
     return next((n for n in counts if size <= n * GROUP_BYTES), counts[-1] if counts else 1)
@@ -120,7 +120,7 @@ class Gathered(Function):
     def backward(ctx, grad_out, grad_lse):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(
-                "flash_online.distributed: method 'gathered' has no second derivatives (create_graph=True); 'ulysses' has them"
+                "flash_online.distributed: method 'gathered' has no second derivatives (create_graph=True); use 'ulysses'"
             )
         query, key, value, slopes, sinks, starts, out, lse, low = ctx.saved_tensors
         call, count = ctx.call, ctx.count
@@ -135,7 +135,7 @@ class Gathered(Function):
             grad_queries.append(grad_query)
             grad_sinks.append(grad_logits)
             if wanted:
-                # The sum over ranks of the group before runs while this one's gradients are computed.
+                # The previous group's reduce-scatter runs while this group's gradients are computed.
                 if pending is not None:
                     sums.append(wait(pending))
                 pending = _start_sum(call, grad_key_value)
@@ -151,7 +151,7 @@ class Gathered(Function):
 
 
 def _group(tensor: Tensor | None, n: int, count: int, dim: int) -> Tensor | None:
-    """The heads of group n of `count`."""
+    """Heads of group n of `count`."""
     if tensor is None or count == 1:
         return tensor
     heads = tensor.shape[dim] // count
@@ -163,12 +163,12 @@ def _joined(parts, dim: int) -> Tensor:
 
 
 def _like(out: Tensor, query: Tensor) -> Tensor:
-    """`out` with its dimensions in the order in which those of query lie in memory, as attention returns it."""
+    """`out` with query's order of dimensions in memory, as attention returns it."""
     strides = dense_strides_in_order(out.shape, query.stride())
     if list(out.stride()) == strides:
         return out
     order = sorted(range(out.dim()), key=lambda dim: -strides[dim])
-    # Not a copy_ into an empty tensor, whose gradient torch 2.11 loses when it compiles.
+    # Not copy_ into an empty tensor: torch 2.11 loses its gradient under compile.
     dense = out.permute(order).clone(memory_format=torch.contiguous_format)
     return dense.permute([order.index(dim) for dim in range(out.dim())])
 
@@ -177,7 +177,7 @@ def _like(out: Tensor, query: Tensor) -> Tensor:
 
 
 def _gathered(call: GatheredCall, key: Tensor, value: Tensor, count: int):
-    """(key, value) of the whole sequence, one group of heads after another; the next is on its way while one is in use."""
+    """(key, value) of the whole sequence, one group of heads after another; the next group is gathered while one is in use."""
 
     def start(n):
         k, v = _group(key, n, count, 2), _group(value, n, count, 2)
@@ -202,14 +202,14 @@ def _start_gather(rows: Tensor, group: Group) -> Tensor:
 
 
 def _start_sum(call: GatheredCall, rows: Tensor) -> Tensor:
-    """This rank's rows of the sum over ranks of gradients of the whole sequence's keys and values."""
+    """This rank's rows of the sum over ranks of the gradients of all keys and values."""
     if not rows.numel():
         return rows.new_zeros(rows.shape[0] // call.group.ranks, *rows.shape[1:])
     return start_reduce_scatter(by_rank(rows, call.group.ranks, call.layout), call.group)
 
 
 def _unpacked(sums, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The gradients of key and value, from the packed sums of the groups."""
+    """The gradients of key and value, from the groups' packed sums."""
     keys = key.shape[2] // count * key.shape[3]
     grad_key = torch.cat([part[..., :keys] for part in sums], 2).to(key.dtype)
     grad_value = torch.cat([part[..., keys:] for part in sums], 2).to(value.dtype)
@@ -220,7 +220,7 @@ def _unpacked(sums, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Ten
 
 
 def _starts(piece: _Piece, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the documents of a packed stream begin in a piece's rows and in its keys. One that lies elsewhere has no rows."""
+    """Starts of the documents of a packed stream in a piece's rows and keys. Documents outside the piece have no rows."""
     first = piece.first - piece.front
     return starts.clamp(first, first + piece.queries) - first, starts.clamp(max=piece.keys)
 
@@ -234,8 +234,8 @@ def _padded(piece: _Piece, rows: Tensor, fill: float = 0.0) -> Tensor:
 
 
 def _to_kernel(call: GatheredCall, rows: Tensor) -> Tensor:
-    """[rows, batch, heads, width] as the kernels take it: packed [rows, heads, width], dense [batch, heads, rows, width]. An
-    lse [rows, batch, heads] likewise, its rows last."""
+    """[rows, batch, heads, width] in the kernels' layout: packed [rows, heads, width], dense [batch, heads, rows, width]. An
+    lse [rows, batch, heads] gets its rows last."""
     if rows.dim() == 3:
         return rows.squeeze(1).transpose(0, 1) if call.packed else rows.permute(1, 2, 0)
     return rows.squeeze(1) if call.packed else rows.permute(1, 2, 0, 3)
@@ -252,7 +252,7 @@ def _longest(call: GatheredCall, piece: _Piece) -> tuple[int, int]:
 
 
 def _forward(call: GatheredCall, piece: _Piece, query, key, value, slopes, sinks, starts):
-    """(out, lse, the digits of lse beyond its dtype) of a piece's rows."""
+    """(out, lse, lse_low) of a piece's rows."""
     q, k, v = (_to_kernel(call, t) for t in (_padded(piece, query), key[: piece.keys], value[: piece.keys]))
     try:
         if call.packed:
@@ -267,7 +267,7 @@ def _forward(call: GatheredCall, piece: _Piece, query, key, value, slopes, sinks
 
 
 def _backward(call: GatheredCall, piece: _Piece, by_row, key, value, slopes, sinks, starts):
-    """The gradients of a piece's queries, of its keys and values, and of sinks. Empty rows have lse -inf: weights of 0."""
+    """The gradients of a piece's queries, keys and values, and of sinks. Empty rows have lse -inf, so their weights are 0."""
     fills = (0.0, 0.0, 0.0, 0.0, float("-inf"), 0.0)
     rows = (None if t is None else _to_kernel(call, _padded(piece, t, f)) for t, f in zip(by_row, fills, strict=True))
     grad_out, grad_lse, q, out, lse, low = rows
@@ -289,14 +289,14 @@ def _backward(call: GatheredCall, piece: _Piece, by_row, key, value, slopes, sin
 
 
 def _backward_of_group(call: GatheredCall, todo, by_row, key, value, slopes, sinks, starts):
-    """The gradients of this rank's queries; those of all keys and values, packed, which the pieces sum up in float32; and those
-    of sinks, of one group of heads."""
+    """For one group of heads: the gradients of this rank's queries; the gradients of all keys and values, packed, summed over
+    the pieces in float32; the gradients of sinks."""
     grad_queries, total, grad_sinks = [], None, None
-    for piece in todo:  # each sees at least the keys of the one before
+    for piece in todo:  # each piece sees at least the keys of the previous one
         grad_query, grad_key, grad_value, own_sinks = _backward(call, piece, by_row, key, value, slopes, sinks, starts)
         grad_queries.append(grad_query)
         own = torch.cat((grad_key.flatten(2), grad_value.flatten(2)), 2).to(accumulator_of(key.dtype))
-        # Not summed up in slices of one tensor, for which the compiler takes minutes.
+        # Not summed in slices of one tensor: the compiler takes minutes for it.
         total = own if total is None else torch.cat((total + own[: total.shape[0]], own[total.shape[0] :]))
         grad_sinks = own_sinks if grad_sinks is None else grad_sinks + own_sinks
     unseen = key.shape[0] - total.shape[0]

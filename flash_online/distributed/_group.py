@@ -1,4 +1,4 @@
-"""A process group as this package uses it: its collectives, and the check that all ranks make the same call."""
+"""A process group, its collectives, and the check that all ranks make the same call."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if not dist.is_available():
 
 
 class Group(NamedTuple):
-    """What torch's functional collectives call a process group, and where this process stands in it. The group itself is
-    torch's to keep: gloo aborts the process if an autograd graph or a traceback holds one until the interpreter ends."""
+    """The name of a process group in torch's functional collectives, and this process's rank. The group itself is not held:
+    gloo aborts the process if an autograd graph or a traceback holds a group until the interpreter exits."""
 
     name: str
     rank: int
@@ -29,17 +29,18 @@ class Group(NamedTuple):
 
 
 def group_of(group: dist.ProcessGroup | dist.DeviceMesh | None) -> Group:
-    """The process group that a caller means: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group."""
+    """The process group of a caller's argument: a ProcessGroup, a DeviceMesh of one dimension, or None for the default
+    group."""
     if not dist.is_initialized():
-        raise InvalidArgument("group: torch.distributed has no process group yet; accepted is a call after init_process_group")
+        raise InvalidArgument("group: expected a call after init_process_group, got no process group of torch.distributed")
     if group is None:
         group = dist.group.WORLD
     elif isinstance(group, dist.DeviceMesh):
         if group.ndim != 1:
-            raise InvalidArgument(f"group: a DeviceMesh of {group.ndim} dimensions; accepted is one of 1, such as mesh['cp']")
+            raise InvalidArgument(f"group: expected a DeviceMesh of 1 dimension (such as mesh['cp']), got {group.ndim}")
         group = group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise InvalidArgument("group: this process is not in it; accepted are groups that it is in")
+        raise InvalidArgument("group: expected a group with this process in it, got one without")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
     return Group(group.group_name, dist.get_rank(group), dist.get_world_size(group))
@@ -47,32 +48,32 @@ def group_of(group: dist.ProcessGroup | dist.DeviceMesh | None) -> Group:
 
 # --- Collectives ------------------------------------------------------------------------------------------------------------
 #
-# torch's functional collectives, which Dynamo traces and CUDA graphs capture. A started one runs on a stream of the backend's
-# own, behind what the current stream has been given so far; `wait` lets the current stream, not the host, wait for it (gloo has
-# no streams: there the host waits). Between the two, the current stream computes something else.
+# torch's functional collectives, which Dynamo traces and CUDA graphs capture. A started collective runs on the backend's
+# stream, after the current stream's work so far. `wait` makes the current stream, not the host, wait for it (gloo has no
+# streams: there the host waits). In between, the current stream computes something else.
 
 _c10d, _resolve_process_group = torch.ops._c10d_functional, torch._C._distributed_c10d._resolve_process_group
 wait: Callable[[Tensor], Tensor] = _c10d.wait_tensor.default
 
 
 def start_all_gather(tensor: Tensor, group: Group) -> Tensor:
-    """[n, ...] of all ranks as [ranks * n, ...] in their order, once `wait` has been called."""
+    """[n, ...] of all ranks as [ranks * n, ...] in rank order, after `wait`."""
     return _c10d.all_gather_into_tensor.default(tensor.contiguous(), group.ranks, group.name)
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
-    """The sum over ranks of [ranks * n, ...], of which each gets its [n, ...], once `wait` has been called."""
+    """The sum over ranks of [ranks * n, ...], of which each rank gets its [n, ...], after `wait`."""
     return _c10d.reduce_scatter_tensor.default(tensor.contiguous(), "sum", group.ranks, group.name)
 
 
 def all_reduce_(tensor: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, in place of a contiguous tensor."""
+    """Sums a contiguous tensor over ranks, in place."""
     return wait(_c10d.all_reduce_.default(tensor, "sum", group.name)) if tensor.numel() else tensor
 
 
 def start_all_to_all(messages: Tensor, group: Group) -> Tensor:
-    """A contiguous vector of messages of one size, one for each other rank in their order; once `wait` has been called,
-    what has come from them likewise. All ranks have something to send, or none has."""
+    """Sends a contiguous vector of messages of equal size, one for each other rank, in rank order. Returns the received
+    messages in the same order, after `wait`. Either all ranks have something to send or none has."""
     if not messages.numel():
         return messages
     sizes = [messages.numel() // (group.ranks - 1) * (rank != group.rank) for rank in range(group.ranks)]
@@ -81,7 +82,7 @@ def start_all_to_all(messages: Tensor, group: Group) -> Tensor:
 
 # --- The ranks' agreement ---------------------------------------------------------------------------------------------------
 
-_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()  # what _cpu_group gives for each
+_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()  # cached results of _cpu_group
 
 
 def _takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
@@ -93,7 +94,7 @@ def _takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
 
 
 def _cpu_group(group: Group) -> str:
-    """The name of a group of the same ranks whose collectives take CPU tensors: itself, or one on gloo that is made once."""
+    """The name of a group of the same ranks for CPU tensors: this group, or a gloo group that is made once."""
     own = _resolve_process_group(group.name)
     if own not in _hosts:
         name = group.name
@@ -105,11 +106,11 @@ def _cpu_group(group: Group) -> str:
 
 
 def checked_on_all_ranks(group: Group, call: Callable[[], tuple[dict[str, Any], Any]]) -> Any:
-    """The result of `call`, which checks this rank's arguments without communication and describes them: (description, result).
+    """The result of `call`, which checks this rank's arguments without communication and returns (description, result).
 
-    Raises on every rank if it raised on any of them, or if the descriptions differ: else the ranks that are fine would wait for
-    the others. This costs one gather of 16 bytes on the host: no GPU waits for it. It is made for every call, because a rank
-    that skipped it for arguments it had seen before could not know that another has new ones. Not under torch.compile.
+    Raises on every rank if it raised on any rank, or if the descriptions differ: otherwise the valid ranks would wait for the
+    rest. It costs a gather of 16 bytes on the host; no GPU waits for it. It runs on every call: a rank that skipped it for
+    arguments it had seen before could not know that another rank has new ones. Not under torch.compile.
     """
 
     def numbered() -> tuple[dict[str, Any], list[int], Any]:
@@ -124,7 +125,8 @@ def checked_on_all_ranks(group: Group, call: Callable[[], tuple[dict[str, Any], 
 def checked_with_numbers(
     group: Group, call: Callable[[], tuple[dict[str, Any], list[int], Any]], count: int
 ) -> tuple[Any, list[list[int]]]:
-    """As `checked_on_all_ranks`, where `call` gives `count` numbers too, which may differ: (result, those of every rank)."""
+    """Like `checked_on_all_ranks`; `call` also returns `count` numbers, which may differ: (result, the numbers of every
+    rank)."""
     failure, result, numbers = None, None, [0] * count
     try:
         description, numbers, result = call()
@@ -152,11 +154,11 @@ def _agree(group: Group, description: dict[str, Any], numbers: list[int], failur
     refused = {rank: d["error"] for rank, d in enumerate(descriptions) if "error" in d}
     if refused:
         said = "; ".join(f"rank {rank} refuses its call: {error}" for rank, error in refused.items())
-        raise InvalidArgument(f"group: {said}. So no rank goes on") from failure
+        raise InvalidArgument(f"group: {said}. No rank continues") from failure
     different = []
     for name in dict.fromkeys(name for d in descriptions for name in d):
         values = [d.get(name, "not there") for d in descriptions]
         if any(value != values[0] for value in values):
             said = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             different.append(f"{name}: the ranks differ: {said}")
-    raise InvalidArgument(f"{'; '.join(different)}; accepted is the same on all ranks of the group")
+    raise InvalidArgument(f"{'; '.join(different)}; expected the same on all ranks of the group")

@@ -1,8 +1,8 @@
-"""Which rows of a sequence each rank has, and how they come together again.
+"""The rows of a sequence that each rank has, sharding and unsharding.
 
-A sequence of L rows over W ranks. "contiguous": rank r has the rows from r L / W on. "zigzag": the sequence is cut into 2 W
-chunks, and rank r has chunk r and chunk 2 W - 1 - r, so that the causal rule gives all ranks the same work; it is torch's
-head-tail layout (`torch.distributed.tensor.experimental`, _HeadTailLoadBalancer).
+A sequence of L rows over W ranks. "contiguous": rank r has L / W rows from row r L / W on. "zigzag": the sequence is cut into
+2 W chunks, and rank r has chunks r and 2 W - 1 - r, which balances the work of the causal rule; it is torch's head-tail layout
+(`torch.distributed.tensor.experimental`, _HeadTailLoadBalancer).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LAYOUTS = ("zigzag", "contiguous")
 def check_layout(layout) -> None:
     """Raises InvalidArgument unless `layout` is one of LAYOUTS."""
     if layout not in LAYOUTS:
-        raise InvalidArgument(f"layout: got {layout!r}; accepted are 'zigzag' and 'contiguous'")
+        raise InvalidArgument(f"layout: expected 'zigzag' or 'contiguous', got {layout!r}")
 
 
 def pieces_of(rows: int, rank: int, ranks: int, layout: str) -> list[tuple[int, int]]:
-    """The ranges [begin, end) of the sequence that a rank with this many rows has, in the order of its rows."""
+    """The ranges [begin, end) of the sequence on a rank with this many rows, in the order of its rows."""
     if layout == "contiguous":
         return [(rank * rows, (rank + 1) * rows)]
     chunk, tail = rows // 2, 2 * ranks - 1 - rank
@@ -36,7 +36,7 @@ def pieces_of(rows: int, rank: int, ranks: int, layout: str) -> list[tuple[int, 
 
 
 def in_sequence(rows: Tensor, ranks: int, layout: str) -> Tensor:
-    """Rows [ranks * n, ...] in the order of the ranks, in the order of the sequence; a view where that is the same."""
+    """Rows [ranks * n, ...] from rank order to sequence order; a view if both are the same."""
     if layout == "contiguous" or ranks == 1:
         return rows
     chunks = rows.chunk(2 * ranks) if rows.shape[0] else [rows]
@@ -58,18 +58,18 @@ def positions(
     *,
     device: torch.device | str | int | None = None,
 ) -> Tensor:
-    """The positions in the whole sequence of the rows that `shard` gives this rank: for rotary embedding, or `position_ids`.
+    """Positions in the whole sequence of this rank's rows (see `shard`): for rotary embedding, or `position_ids`.
 
     Args:
-        length: rows of the whole sequence, a multiple of the ranks (contiguous) or of twice as many (zigzag).
-        group: as in `context_parallel_attention`, and so is layout.
+        length: rows of the whole sequence, a multiple of the ranks (contiguous) or of twice the ranks (zigzag).
+        group: as in `context_parallel_attention`, like layout.
         device: of the result; torch's default device if None.
 
     Returns:
         int64 `[length / ranks]`. Local: nothing is communicated.
 
     Raises:
-        InvalidArgument (a RuntimeError and ValueError): the length does not divide, or an argument is not as above.
+        InvalidArgument (a RuntimeError and ValueError): the length does not divide, or an argument is invalid.
     """
     found = group_of(group)
     check_layout(layout)
@@ -85,20 +85,20 @@ def shard(
     group: dist.ProcessGroup | dist.DeviceMesh | None = None,
     layout: str = "zigzag",
 ) -> list[Tensor]:
-    """This rank's rows of whole tensors, which every rank has.
+    """This rank's rows of tensors that are whole on every rank.
 
     Args:
         tensors: a sequence of tensors of any dtypes and shapes.
-        dims: the dimension of each that is cut, or one for all of them. Its length is a multiple of the ranks (contiguous) or
-            of twice as many (zigzag); pad the sequence where it is not. Cut labels after they have been shifted.
-        group: as in `context_parallel_attention`, and so is layout; "zigzag" is torch's head-tail layout.
+        dims: the dimension to shard, one per tensor or one for all. Its length is a multiple of the ranks (contiguous) or of
+            twice the ranks (zigzag); pad the sequence otherwise. Shift labels before sharding them.
+        group: as in `context_parallel_attention`, like layout; "zigzag" is torch's head-tail layout.
 
     Returns:
         A list of new tensors, the dimension `ranks` times shorter. Differentiable: the gradient of a whole tensor is 0 outside
-        of this rank's rows. Local: nothing is communicated.
+        this rank's rows. Local: nothing is communicated.
 
     Raises:
-        InvalidArgument (a RuntimeError and ValueError): a length does not divide, or an argument is not as above.
+        InvalidArgument (a RuntimeError and ValueError): a length does not divide, or an argument is invalid.
     """
     found = group_of(group)
     check_layout(layout)
@@ -106,7 +106,7 @@ def shard(
     for name, tensor, dim in _named(tensors, dims):
         rows = _rows_of_rank(f"{name}: dimension {dim}", tensor.shape[dim], found, layout)
         parts = [tensor.narrow(dim, a, b - a) for a, b in pieces_of(rows, found.rank, found.ranks, layout)]
-        # A copy also of a single range: a view would keep the whole tensor.
+        # Copy even a single range: a view would keep the whole tensor alive.
         shards.append(torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format))
     return shards
 
@@ -117,18 +117,18 @@ def unshard(
     group: dist.ProcessGroup | dist.DeviceMesh | None = None,
     layout: str = "zigzag",
 ) -> list[Tensor]:
-    """The whole tensors of which each rank has the rows that `shard` gives it; on every rank.
+    """The inverse of `shard`: the whole tensors, on every rank.
 
     Args:
-        tensors: as in `shard`, of the same shapes and dtypes on all ranks. One collective is called for each.
-        dims: as in `shard`, and so are group and layout.
+        tensors: as in `shard`, of the same shapes and dtypes on all ranks. One collective per tensor.
+        dims: as in `shard`, like group and layout.
 
     Returns:
-        A list of new tensors, the dimension `ranks` times longer. Differentiable: the gradient of a rank's rows is the sum,
-        over all ranks, of what each found for them. So a loss that every rank computes of the whole counts once per rank.
+        A list of new tensors, the dimension `ranks` times longer. Differentiable: the gradient of a rank's rows is summed over
+        all ranks, so a loss that every rank computes of the whole counts once per rank.
 
     Raises:
-        InvalidArgument (a RuntimeError and ValueError): an argument is not as above, or the ranks' calls differ; on every rank.
+        InvalidArgument (a RuntimeError and ValueError): an argument is invalid, or the ranks' calls differ; on every rank.
     """
     found = group_of(group)
 
@@ -139,7 +139,7 @@ def unshard(
         for name, tensor, dim in named:
             if layout == "zigzag" and tensor.shape[dim] % 2:
                 raise InvalidArgument(
-                    f"{name}: {tensor.shape[dim]} rows (dimension {dim}); accepted in a zigzag are even numbers"
+                    f"{name}: expected an even number of rows (dimension {dim}) in a zigzag layout, got {tensor.shape[dim]}"
                 )
             grad = torch.is_grad_enabled() and tensor.requires_grad
             description[name] = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}, dim {dim}, gradient {grad}"
@@ -153,7 +153,7 @@ def unshard(
 
 
 class _Whole(Function):
-    """Rows [n, ...] of every rank as [ranks * n, ...] in the order of the sequence."""
+    """Rows [n, ...] of every rank as [ranks * n, ...] in sequence order."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, group: Group, layout: str):
@@ -174,7 +174,7 @@ class _Part(Function):
         rows = by_rank(whole, group.ranks, layout)
         if not rows.numel():
             return whole.new_empty(whole.shape[0] // group.ranks, *whole.shape[1:])
-        wide = rows if rows.dtype == torch.float64 else rows.float()  # sums of 16 bits would be rounded at each rank
+        wide = rows if rows.dtype == torch.float64 else rows.float()  # 16-bit sums would be rounded on each rank
         return wait(start_reduce_scatter(wide, group)).to(whole.dtype)
 
     @staticmethod
@@ -190,7 +190,7 @@ def _rows_of_rank(name: str, length: int, group: Group, layout: str) -> int:
     parts = group.ranks * (2 if layout == "zigzag" else 1)
     if length < 0 or length % parts:
         raise InvalidArgument(
-            f"{name}: length {length}; accepted in a {layout} layout of {group.ranks} ranks are multiples of {parts}"
+            f"{name}: expected a multiple of {parts} in a {layout} layout of {group.ranks} ranks, got length {length}"
         )
     return length // group.ranks
 
@@ -201,7 +201,7 @@ def _named(tensors, dims) -> list[tuple[str, Tensor, int]]:
         raise TypeError(f"tensors: expected a list or tuple of Tensors, got {type(tensors).__name__}")
     dims = list(dims) if isinstance(dims, (list, tuple)) else [dims] * len(tensors)
     if len(dims) != len(tensors):
-        raise InvalidArgument(f"dims: {len(dims)} of them; accepted is one for each of the {len(tensors)} tensors, or an int")
+        raise InvalidArgument(f"dims: expected an int, or one for each of the {len(tensors)} tensors, got {len(dims)}")
     named = []
     for n, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
         check_tensor(f"tensors[{n}]", tensor)

@@ -1,15 +1,15 @@
-"""Ulysses: from rows over ranks to heads over ranks, attention of whole sequences, and back (arXiv 2309.14509).
+"""Ulysses: exchange row shards for head shards, attention of whole sequences, and back (arXiv 2309.14509).
 
-An exchange is two Functions, `start` and `finish`, so that another group of heads is computed between them. Autograd runs the
-nodes that are ready in the reverse order of their making, so that the backward pass overlaps as the forward pass does:
+An exchange is two Functions, `start` and `finish`, so that another group of heads is computed in between. Autograd runs ready
+nodes in the reverse order of their creation, so that the backward pass overlaps as the forward pass does:
 
-    forward:  start all groups; of each group finish, attend, start its results; finish all
-    backward: start all gradients of results; of each group, the last one first, finish, attention's backward, start; finish all
+    forward:  start all groups; for each group: finish, attend, start its results; finish all
+    backward: start all gradients of results; for each group, last first: finish, attention's backward, start; finish all
 
-What passes between the two is `received` and `own`: a flat tensor that is not to be read before `wait`, and views of the rows
-that stay on the rank, which no collective copies. Names: B batch, h heads, L rows of the sequence, n of them on a rank in c
-chunks of m rows (2 in a zigzag, else 1). Tensors of rows over ranks are [B, H, n, E], of whole sequences [B, h, L, E], own and
-every part of a message [B, h, c, m, E].
+`start` passes `received` and `own` to `finish`: a flat tensor that must not be read before `wait`, and views of the rows that
+stay on the rank, which no collective copies. Names: B batch, h heads, L rows of the sequence, n rows on a rank in c chunks of m
+rows (c is 2 in a zigzag, else 1). Row-sharded tensors are [B, H, n, E], whole sequences [B, h, L, E], own and every part of a
+message [B, h, c, m, E].
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .._ops import accumulator_of, dense_strides_in_order
 from ._group import Group, start_all_to_all, wait
 
 HeadRanges = tuple[tuple[int, int], ...]  # heads [begin, end) of each rank
-WIDE = torch.complex128  # 16 bytes: torch's copies go element by element where strides differ
-GROUPED_ROWS = 1 << 19  # of a rank's heads: with fewer, two groups take longer (docs/lab/distributed.md)
-PLAIN = (Tensor, torch.nn.Parameter)  # not fake ones, say, which have no address
+WIDE = torch.complex128  # 16 bytes: torch copies element by element if strides differ
+GROUPED_ROWS = 1 << 19  # rows times heads on a rank: with fewer, two groups are slower (docs/lab/distributed.md)
+PLAIN = (Tensor, torch.nn.Parameter)  # not fake tensors, for example, which have no address
 
 
 class HeadPlan(NamedTuple):
-    """The heads of each rank, and a rank's own as runs (query heads, key heads, value heads) whose groups are of one size."""
+    """The heads of each rank, and this rank's heads as runs (query heads, key heads, value heads) with groups of equal size."""
 
     query: HeadRanges
     key: HeadRanges
@@ -41,9 +41,9 @@ class HeadPlan(NamedTuple):
 
 
 def plan_heads(heads: int, key_heads: int, value_heads: int, rank: int, ranks: int) -> HeadPlan:
-    """Query heads are dealt out as evenly as they go. A rank gets the key heads that its query heads use, so that several ranks
-    have a key head where key heads do not divide. There a rank's first or last group of query heads may be part of a group:
-    each run of its heads is a call of attention of its own, and no head is repeated or padded."""
+    """Distributes query heads as evenly as possible. A rank gets the key heads that its query heads use, so several ranks have
+    the same key head if the ranks do not divide the key heads. A rank's first or last group of query heads may then be partial:
+    each run of its heads is a separate call of attention, and no head is repeated or padded."""
     query = tuple((r * heads // ranks, (r + 1) * heads // ranks) for r in range(ranks))
 
     def used(own: int) -> HeadRanges:
@@ -65,15 +65,15 @@ def _even(begin: int, end: int, group: int) -> bool:
 
 
 def head_groups(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> int:
-    """In how many groups a rank's heads are exchanged and computed, of tensors [B, H, n, E]: whole key heads, as many of each
-    tensor on every rank."""
+    """Number of groups that a rank's heads are exchanged and computed in, of tensors [B, H, n, E]: whole key heads, with equal
+    numbers of heads of each tensor on every rank."""
     batch, heads, rows, _ = query.shape
     even = all(tensor.shape[1] % (2 * ranks) == 0 for tensor in (query, key, value))
     return 2 if even and batch * heads * rows >= GROUPED_ROWS else 1
 
 
 class Exchange(NamedTuple):
-    """Who exchanges which rows, and the heads of each rank, of each tensor."""
+    """The group and rows of an exchange, and the heads of each rank, per tensor."""
 
     group: Group
     layout: str
@@ -85,7 +85,7 @@ class Exchange(NamedTuple):
 
     @property
     def sequence(self) -> list[tuple[int, int]]:
-        """(rank, which of its chunks) in the order of the sequence."""
+        """(rank, index of its chunk) in sequence order."""
         ranks = range(self.group.ranks)
         return [(rank, 0) for rank in ranks] + [(rank, 1) for rank in reversed(ranks) if self.chunks == 2]
 
@@ -105,7 +105,7 @@ class Exchange(NamedTuple):
         return end - begin
 
     def room(self, n: int) -> int:
-        """The most heads of tensor n that a rank has: a message has room for them, so that all are of one size."""
+        """The largest number of heads of tensor n on a rank: all messages have room for it, so that their sizes are equal."""
         return max(end - begin for begin, end in self.splits[n])
 
 
@@ -121,12 +121,12 @@ def ulysses(
     attend: Callable[..., tuple[Tensor, Tensor | None]],
 ) -> tuple[Tensor, Tensor | None]:
     """(out [B, Hq, n, Ev], lse [B, Hq, n] or None) of a rank's rows, its heads in `count` groups. `attend(query, key, value,
-    alibi_slopes, sinks)` is attention of whole sequences, differentiable, whose lse is [B, h, L] or None; the last dimension of
+    alibi_slopes, sinks)` is differentiable attention of whole sequences with lse [B, h, L] or None; the last dimension of
     slopes is the heads."""
     tensors = (query, key, value)
     plan = plan_heads(*(tensor.shape[1] for tensor in tensors), group.rank, group.ranks)
     splits = [_in_groups(split, count) for split in plan[:3]]
-    # What wants a gradient and what does not travel apart, for the backward pass sends back what came together.
+    # Tensors that need a gradient are sent separately: the backward pass returns whole messages.
     wants, flights = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors], []
     for members in ([n for n in range(3) if wants[n] is want] for want in (True, False)):
         if members:
@@ -156,7 +156,7 @@ def ulysses(
 
 
 def _in_groups(split: HeadRanges, count: int) -> tuple[HeadRanges, ...]:
-    """Of each group the heads of each rank. More groups than one are of one size."""
+    """The heads of each rank, per group. Several groups have equal sizes."""
     if count == 1:
         return (split,)
     size = (split[0][1] - split[0][0]) // count
@@ -164,13 +164,13 @@ def _in_groups(split: HeadRanges, count: int) -> tuple[HeadRanges, ...]:
 
 
 def _by_group(flat: tuple[Tensor, ...], count: int) -> list[tuple[Tensor, ...]]:
-    """(received, *own) of each group of heads, one after another, in a list."""
+    """(received, *own) of each group of heads, as a list."""
     size = len(flat) // count
     return [flat[g * size : (g + 1) * size] for g in range(count)]
 
 
 def _attend(plan: HeadPlan, whole: list[Tensor], slopes: Tensor | None, logits: Tensor | None, rank: int, attend):
-    """The runs of a rank's heads, one after another. A key head that two runs share is cut out twice."""
+    """The runs of a rank's heads, in order. A key head that two runs share is sliced twice."""
     if len(plan.runs) <= 1:
         return attend(*whole, slopes, logits)
     query, key, value = whole
@@ -193,7 +193,7 @@ def _attend(plan: HeadPlan, whole: list[Tensor], slopes: Tensor | None, logits: 
     return torch.cat(outs, 1), None if lses[0] is None else torch.cat(lses, 1)
 
 
-# --- The exchanges: linear maps. The derivative of what starts one is what finishes the other, and the other way round -------
+# --- The exchanges: linear maps. The derivative of one's start is the other's finish, and vice versa --------------------------
 
 
 class _StartToHeads(Function):
@@ -215,7 +215,7 @@ class _StartToHeads(Function):
 
 
 class _FinishToHeads(Function):
-    """(Exchange, strides, received, *own) -> whole sequences [B, h, L, E], each in the order of its strides in memory."""
+    """(Exchange, strides, received, *own) -> whole sequences [B, h, L, E], each with its given order of strides."""
 
     @staticmethod
     def forward(ctx, exchange: Exchange, strides, received: Tensor, *own: Tensor):
@@ -250,8 +250,8 @@ class _StartToRows(Function):
 
 
 class _FinishToRows(Function):
-    """(an Exchange of each group of heads, strides, (received, *own) of each) -> tensors [B, H, n, E], each in the order of its
-    strides in memory. Of a head that several ranks have, it is the sum of their parts in float32."""
+    """(an Exchange per group of heads, strides, (received, *own) of each) -> tensors [B, H, n, E], each with its given order of
+    strides. A head on several ranks is the sum of their parts in float32."""
 
     @staticmethod
     def forward(ctx, exchanges: tuple[Exchange, ...], strides, *flights: Tensor):
@@ -279,8 +279,8 @@ class _FinishToRows(Function):
 
 
 def _start(exchange: Exchange, parts: list[list[Tensor]], none: Tensor) -> Tensor:
-    """Sends each other rank its tensors [B, h, c, m, E], packed in one copy. What comes from them, once `wait` has been called;
-    `none`: an empty tensor of the dtype that they have for the collective."""
+    """Sends each other rank its tensors [B, h, c, m, E], packed in one copy. Returns the received messages, after `wait`;
+    `none`: an empty tensor of the collective's dtype."""
     blocks = []
     for tensors in parts:
         for n, tensor in enumerate(tensors):
@@ -301,7 +301,7 @@ def _arrived(received: Tensor) -> Tensor:
 
 
 def _part(exchange: Exchange, received: Tensor, own: Sequence[Tensor], n: int, rank: int, heads: int) -> Tensor:
-    """What has come from a rank of tensor n, [B, h, c, m, E] with so many heads: a view."""
+    """The part of tensor n received from a rank, [B, h, c, m, E] with `heads` heads: a view."""
     if rank == exchange.group.rank:
         return own[n]
     shapes = [(t.shape[0], exchange.room(k), *t.shape[2:]) for k, t in enumerate(own)]
@@ -311,13 +311,13 @@ def _part(exchange: Exchange, received: Tensor, own: Sequence[Tensor], n: int, r
 
 
 def _order(strides) -> list[int]:
-    """The dimensions of [B, H, n, E] in the order in which they lie in memory, outermost first."""
+    """The dimensions of [B, H, n, E] in memory order, outermost first."""
     dense = dense_strides_in_order((2, 2, 2, 2), strides or (4, 3, 2, 1))
     return sorted(range(4), key=lambda dim: -dense[dim])
 
 
 def _widened(tensors: Sequence[Tensor], orders: Sequence = ()) -> Sequence[Tensor]:
-    """Views of the same memory in elements of 16 bytes, if rows allow it and results have them too; else the tensors."""
+    """Views of the same memory with 16-byte elements, if rows allow it and results can be viewed alike; else the tensors."""
     if torch.compiler.is_compiling() or any(_order(strides)[-1] != 3 for strides in orders):
         return tensors
     for tensor in tensors:
@@ -331,7 +331,7 @@ def _widened(tensors: Sequence[Tensor], orders: Sequence = ()) -> Sequence[Tenso
 
 
 def _summed(parts: list[Tensor], split: HeadRanges) -> Tensor:
-    """Of each head the sum over the ranks that have it, in the accumulator's dtype. Sums into slices of one tensor would be
+    """The sum of each head over the ranks that have it, in the accumulator's dtype. Sums into slices of one tensor would be
     shorter, but the compiler takes minutes for them."""
     dtype, sums = parts[0].dtype, []
     for head in range(split[-1][1]):
@@ -342,9 +342,9 @@ def _summed(parts: list[Tensor], split: HeadRanges) -> Tensor:
 
 
 def _joined(parts: list[Tensor], dim: int, order: list[int]) -> Tensor:
-    """Tensors side by side along a dimension, in one copy; the dimensions of the result lie in memory in this order."""
+    """Concatenates tensors along a dimension in one copy; `order` is the memory order of the result's dimensions."""
     place, single = order.index(0), parts[0].shape[0] == 1
-    if single:  # torch's cat copies tensors of more than four dimensions one after another
+    if single:  # torch's cat copies tensors of more than four dimensions one at a time
         rest = [d - 1 for d in order if d]
         joined = torch.cat([part[0].permute(rest) for part in parts], rest.index(dim - 1)).unsqueeze(place)
     else:

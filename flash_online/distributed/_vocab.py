@@ -1,15 +1,15 @@
-"""vocab_parallel_linear_cross_entropy: the loss of an output layer whose classes are cut over ranks.
+"""vocab_parallel_linear_cross_entropy: the loss of an output layer with its classes sharded over ranks.
 
-Each rank computes two numbers a row over its own classes, lse and the target's logit, in chunks of logits (_vocab_rows.py).
-They are gathered once, and every rank computes the same loss from all of them. In the backward pass each rank computes the
-logits of its classes again; its gradient of weight and bias is its own, and that of the input is summed over the ranks.
+Each rank computes two numbers per row over its own classes, lse and the target's logit, in chunks of logits (_vocab_rows.py).
+They are gathered once, and every rank computes the same loss from all of them. In the backward pass each rank recomputes the
+logits of its classes; the gradients of weight and bias stay local, the gradient of the input is summed over the ranks.
 
-The collectives are pairs of autograd Functions, each the other's derivative, so that derivatives of any order are exact: a
-value is either whole (the same on every rank, and so is its gradient) or a rank's own.
+The collectives are pairs of autograd Functions, each the other's derivative, so that derivatives of any order are exact. A
+value is either whole (the same on every rank, like its gradient) or local to a rank.
 
-Every rank must reach the same collectives in the same order, also in the backward pass of a backward pass. Autograd runs the
-nodes of a graph in the reverse order of their making, so it suffices that the ranks make the same Functions of this module in
-the same order, and that each is needed on all ranks or on none: whatever the number of classes or of chunks is.
+Every rank must reach the same collectives in the same order, also in double backward. Autograd runs the nodes of a graph in the
+reverse order of their creation, so it suffices that the ranks create the same Functions of this module in the same order, and
+that each is needed on all ranks or on none, whatever the number of classes or chunks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Slice(Function):
 
 
 class _Copy(Function):
-    """A whole tensor -> the same, whose gradient on a rank is the rank's own part of a sum."""
+    """A whole tensor -> the same tensor; its gradient on a rank is the rank's own part of a sum."""
 
     @staticmethod
     def forward(ctx, whole, group):
@@ -92,7 +92,7 @@ class _Sum(Function):
 
 
 class _Merge(Function):
-    """logsumexp over the shards [W, N, P]. The gradient of a row is 0 where that of its result is, whatever the row holds."""
+    """logsumexp over the shards [W, N, P]. A row's gradient is 0 where its result's gradient is 0, even for non-finite rows."""
 
     @staticmethod
     def forward(ctx, shards):
@@ -107,8 +107,8 @@ class _Merge(Function):
 
 
 class _ShardRows(Function):
-    """`shard_rows` of (input, linear_weight, linear_bias); the gradient of input is summed over the ranks in the accumulator's
-    dtype, and rounded once."""
+    """`shard_rows` of (input, linear_weight, linear_bias). The gradient of input is summed over the ranks in the accumulator's
+    dtype and rounded once."""
 
     @staticmethod
     def forward(ctx, input, linear_weight, linear_bias, target, smooth, options, argmax, group):
@@ -120,7 +120,7 @@ class _ShardRows(Function):
     def backward(ctx, grad):
         *tensors, target, smooth = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
-        grad = grad[: 2 + (smooth is not None)]  # those of argmax and its logit mean nothing
+        grad = grad[: 2 + (smooth is not None)]  # argmax and its logit have no gradient
         if torch.is_grad_enabled():
             with torch.enable_grad():
                 leaves = [t for t, w in zip(tensors, wanted, strict=True) if w]
@@ -136,14 +136,14 @@ class _ShardRows(Function):
 
 
 class _Shard:
-    """The classes [first, first + count) of `classes` on this rank; firsts[rank] is where those of each rank begin."""
+    """The classes [first, first + count) of `classes` on this rank; firsts[rank] is the first class of each rank."""
 
     def __init__(self, group: Group, firsts: list[int], count: int, classes: int):
         self.group, self.firsts, self.count, self.classes = group, firsts, count, classes
         self.first = firsts[group.rank]
 
     def row_losses(self, tensors, weight, options, argmax: bool):
-        """(loss, lse, row_weight, argmax) of the whole vocabulary, as those of linear_cross_entropy's rows."""
+        """(loss, lse, row_weight, argmax) of the whole vocabulary, as in linear_cross_entropy."""
         *tensors, target = tensors
         ignore_index, label_smoothing, *options = options
         accumulator, ignored = accumulator_of(options[0]), target == ignore_index
@@ -151,7 +151,7 @@ class _Shard:
         here = ~ignored & (target >= self.first) & (target < self.first + self.count)
         local = torch.where(here, target - self.first, ELSEWHERE)
         weight = None if weight is None else weight.to(accumulator)
-        smooth, total = None, self.classes  # the weights of the classes of this shard, and the sum of all
+        smooth, total = None, self.classes  # class weights of this shard, and the sum of all class weights
         if label_smoothing:
             smooth = target.new_ones([self.count], dtype=accumulator)
             if weight is not None:
@@ -176,7 +176,7 @@ class _Shard:
     def _argmax(self, rows: Tensor) -> Tensor:
         largest, index = rows[:, -2], as_index(rows[:, -1])
         firsts = torch.tensor(self.firsts, device=rows.device)
-        order = firsts.argsort(stable=True)  # of equal logits the lowest class, in whatever order the ranks hold them
+        order = firsts.argsort(stable=True)  # ties go to the lowest class, for any order of the shards
         winner = order[largest[order].argmax(0)]
         return firsts[winner] + index.gather(0, winner.unsqueeze(0)).squeeze(0)
 
@@ -186,64 +186,62 @@ class _Shard:
             torch._assert_async(right.all(), "target: out of bounds")
         elif not right.all():
             wrong = int(target[~right][0])
-            raise IndexError(f"target: {wrong} is out of bounds, expected 0 to {self.classes - 1} or ignore_index")
+            raise IndexError(f"target: expected 0 to {self.classes - 1} or ignore_index, got {wrong}, which is out of bounds")
 
 
 def _check_arguments(input, weight_shard, target, first_class, linear_bias, weight, ignore_index, label_smoothing) -> None:
-    """Raises for what is wrong on this rank alone."""
+    """Raises for errors on this rank alone."""
     named = {"input": input, "weight_shard": weight_shard, "target": target, "linear_bias": linear_bias, "weight": weight}
     for name, tensor in named.items():
         if tensor is not None or name in ("input", "weight_shard", "target"):
             check_tensor(name, tensor)
-            reason = "a DTensor; give this rank's part of it, tensor.to_local()"
+            reason = "a DTensor; pass this rank's shard, tensor.to_local()"
             if not _policy.is_dtensor(tensor):
                 reason = _policy.refusal("linear_cross_entropy", tensor)
             if reason is not None:
                 raise _policy.no_kernel(_NAME, f"{name}: {reason}")
     if target.is_floating_point():
-        raise InvalidArgument(f"target: dtype {target.dtype}, expected class indices (int64 or uint8), not probabilities")
+        raise InvalidArgument(f"target: expected class indices (int64 or uint8), not probabilities, got {target.dtype}")
     check_linear_cross_entropy(
         input, weight_shard, target, linear_bias, None, ignore_index, label_smoothing, weight_name="weight_shard"
     )
     if check_int("first_class", first_class) < 0:
-        raise InvalidArgument(f"first_class: {first_class}, expected 0 or more")
+        raise InvalidArgument(f"first_class: expected 0 or more, got {first_class}")
     if weight is not None:
         if weight.dim() != 1 or not weight.is_floating_point() or weight.device != input.device:
             raise InvalidArgument(
-                f"weight: shape {list(weight.shape)}, {weight.dtype} on {weight.device}; expected one floating number for each "
-                f"class of the whole vocabulary, on {input.device}"
+                f"weight: expected a floating [classes of the whole vocabulary] on {input.device}, "
+                f"got {list(weight.shape)} {weight.dtype} on {weight.device}"
             )
         if weight.requires_grad and torch.is_grad_enabled():
-            raise InvalidArgument("weight: requires_grad is True, but beside class indices no gradient flows to it; detach it")
+            raise InvalidArgument("weight: expected requires_grad=False with class indices, got True; detach it")
 
 
 def _check_cover(shards: list[list[int]], weight: Tensor | None, return_argmax: bool) -> int:
-    """The number of all classes. Raises InvalidArgument unless `shards`, first class and number of classes of each rank, are
-    disjoint and leave none out; empty ones may stand anywhere. It has the same input on every rank."""
+    """The number of all classes. `shards` has the first class and the number of classes of each rank. Raises InvalidArgument
+    unless the shards are disjoint and cover all classes; empty shards are allowed. The input is the same on every rank."""
     classes = 0
     for first, count, rank in sorted((first, count, rank) for rank, (first, count) in enumerate(shards) if count):
         if first != classes:
-            fault = f"begins before class {classes}, where those of another end" if first < classes else "leaves out classes"
+            fault = f"begins before class {classes}, where another shard ends" if first < classes else "leaves out classes"
             held = ", ".join(f"[{f}, {f + c}) on rank {r}" for r, (f, c) in enumerate(shards))
             raise InvalidArgument(f"first_class: the shard of rank {rank} of the group {fault}; the ranks hold {held}")
         classes += count
     if weight is not None and weight.shape[0] != classes:
-        raise InvalidArgument(
-            f"weight: shape {list(weight.shape)}, expected one for each of the {classes} classes of all ranks"
-        )
+        raise InvalidArgument(f"weight: expected [{classes}], the classes of all ranks, got {list(weight.shape)}")
     if return_argmax and classes == 0:
-        raise InvalidArgument("return_argmax: the weight shards of all ranks have no class to predict")
+        raise InvalidArgument("return_argmax: expected at least one class over all ranks, got none")
     return classes
 
 
 def _described(arguments: dict, options: dict) -> dict:
-    """What all ranks have to agree in."""
+    """The values that all ranks must agree on."""
     input, weight_shard, target = (arguments[name] for name in ("input", "weight_shard", "target"))
     linear_bias, weight = arguments["linear_bias"], arguments["weight"]
-    # Whether a gradient is wanted decides which collectives the backward pass has.
+    # The gradients that are needed decide which collectives the backward pass has.
     grads = torch.is_grad_enabled(), input.requires_grad, weight_shard.requires_grad
     values = ""
-    if target.is_cpu:  # on CUDA reading it would wait for the GPU
+    if target.is_cpu:  # on CUDA, reading it would wait for the GPU
         flat = target.detach().flatten().to(torch.int64)
         values = f", values of checksum {(flat * (2 * torch.arange(flat.numel()) + 1)).sum()}"
     return {
@@ -259,9 +257,9 @@ def _described(arguments: dict, options: dict) -> dict:
     }
 
 
-@torch.compiler.disable  # the host reads which classes each rank has
+@torch.compiler.disable  # the host reads the classes of each rank
 def _agreed_shard(group: Group, check: Callable[[], tuple[dict, dict]]) -> tuple[dict, _Shard]:
-    """(options, this rank's shard), once the ranks agree. `check` gives (arguments, options) of this rank, or raises."""
+    """(options, this rank's shard), after the ranks agreed. `check` returns (arguments, options) of this rank, or raises."""
 
     def call():
         arguments, options = check()
@@ -294,60 +292,60 @@ def vocab_parallel_linear_cross_entropy(
     return_z_loss: bool = False,
     return_argmax: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """`linear_cross_entropy` of an output layer whose classes are cut over the ranks of a group: rank by rank some rows of its
-    weight. The loss is that of the whole vocabulary, and the same on every rank; no rank has more than a chunk of the logits of
-    its own classes.
+    """`linear_cross_entropy` of an output layer with its classes sharded over the ranks of a group: each rank holds some rows
+    of the weight. The loss covers the whole vocabulary and is the same on every rank; no rank stores more than a chunk of the
+    logits of its own classes.
 
     Args:
         input: `[H]` or `[..., H]`, the same on every rank; float16, bfloat16, float32 or float64.
         weight_shard: `[n, H]` (or `[n, d_1, ..., d_K, H]`), the weights of the classes [first_class, first_class + n). Ranks
-            may have different n, 0 too.
+            may have different n, also 0.
         target: class indices (int64 or uint8) of the whole vocabulary, the same on every rank; no probabilities.
         group: the ranks that share the vocabulary: a ProcessGroup, a DeviceMesh of one dimension, or None for the default
             group. All of them make the call.
-        first_class: this rank's first class. Together the ranks hold every class once, in any order.
-        linear_bias: `[n]` (or `[n, d_1, ..., d_K]`), this rank's part.
+        first_class: this rank's first class. The ranks' shards cover every class once, in any order.
+        linear_bias: `[n]` (or `[n, d_1, ..., d_K]`), this rank's shard.
         weight: `[C]`, the weights of all classes, whole on every rank.
-        reduction: and all options from here on as in `linear_cross_entropy`, equal on all ranks.
+        reduction: as in `linear_cross_entropy`, like all options below; equal on all ranks.
         ignore_index: -100 if None.
         label_smoothing: 0 to 1.
         options: accepted for compatibility with torch and not used.
         return_lse: also return lse over the whole vocabulary, in nats.
         z_loss: adds z_loss * lse^2 for each row that is not ignored.
-        dtype: that of the loss.
+        dtype: the dtype of the loss.
         softcap: of the logits; 0 is none.
         scale: of the logits, before the softcap.
-        return_z_loss: also return the part of the loss that z_loss adds.
-        return_argmax: also return the class of the largest logit, of equal ones the lowest of those that the ranks found.
+        return_z_loss: also return the z_loss part of the loss.
+        return_argmax: also return the class of the largest logit; ties go to the lowest class that the ranks found.
 
     Returns:
-        What `linear_cross_entropy` returns, equal on every rank.
+        As `linear_cross_entropy`, equal on every rank.
 
-    A call exchanges a header of four integers per rank between the hosts, then in one all-gather two numbers a row, in
+    A call exchanges a header of four integers per rank between the hosts, then in one all-gather two numbers per row, in
     float32 (float64 for float64): lse over the shard and the target's logit; three with label smoothing, and two more with
-    `return_argmax`. The backward pass has one all-reduce, that of the gradient of `input`, in float32 (float64); each rank's
-    part of it comes from a matrix product that CUDA does not round and the CPU rounds to the dtype of the products. The
-    backward pass computes the logits again: four matrix products in all.
+    `return_argmax`. The backward pass has one all-reduce, of the gradient of `input`, in float32 (float64); each rank's part of
+    it is a matrix product, unrounded on CUDA and rounded to the product dtype on the CPU. The backward pass recomputes the
+    logits: four matrix products in all.
 
-    What follows on the loss must be the same on every rank: each takes the gradient of one loss, not of a sum over ranks. The
-    gradient of `input` is whole on every rank, those of `weight_shard` and `linear_bias` are the rank's own. Second derivatives
-    keep all logits of the shard; torch.func and forward mode are refused. Under torch.compile the ranks'
-    agreement is a graph break.
+    Operations on the loss must be the same on every rank: each rank takes the gradient of one loss, not of a sum over ranks.
+    The gradient of `input` is whole on every rank; the gradients of `weight_shard` and `linear_bias` are local. Second
+    derivatives store all logits of the shard; torch.func and forward mode are refused. Under torch.compile the ranks' agreement
+    is a graph break.
 
     Raises:
-        InvalidArgument: on every rank, where shapes, dtypes, options or targets differ between ranks, classes overlap or are
-            missing, or a rank refused its arguments. Where all of them refuse theirs in the same words, each raises what
-            `linear_cross_entropy` would. Values of targets are compared on the CPU alone.
+        InvalidArgument: on every rank, if shapes, dtypes, options or targets differ between ranks, classes overlap or are
+            missing, or a rank refused its arguments. If all ranks refuse with the same message, each raises the error of
+            `linear_cross_entropy`. Values of targets are compared on the CPU only.
         IndexError: a target is out of range (a device assert on CUDA).
-        TypeError: an argument of another type.
-        NotImplementedError: tensors that no kernel takes.
+        TypeError: an argument has a wrong type.
+        NotImplementedError: no kernel takes the tensors.
         RuntimeError: torch.distributed is not initialised.
 
     Source: the vocabulary-parallel loss of Megatron-LM, Shoeybi et al., arXiv 1909.08053, section 3.
     """
     found = group_of(group)
-    if transforms_active():  # raised at once, for no collective works in there
-        raise NotImplementedError(f"flash_online.{_NAME}: torch.func and forward-mode derivatives do not reach other ranks")
+    if transforms_active():  # raised early: collectives do not work inside transforms
+        raise NotImplementedError(f"flash_online.{_NAME}: torch.func and forward-mode derivatives are not supported over ranks")
 
     def check():
         number = reduction_enum(reduction, None, None)

@@ -1,16 +1,16 @@
-"""What one rank computes of a vocabulary that is cut over ranks: numbers of each row over its own classes, and their gradients,
-in chunks of logits and without communication.
+"""A rank's computation for a vocabulary sharded over ranks: per-row numbers over its own classes and their gradients, in chunks
+of logits and without communication.
 
-The numbers are linear in what the ranks have to exchange: lse over the shard's classes, the target's logit where the target is
-one of them, and with label smoothing the sum of the logits by class weight. Their gradient in a row's logits x is
+The numbers are linear in what the ranks exchange: lse over the shard's classes, the target's logit if the shard has the target,
+and with label smoothing the sum of the logits times the class weights. Their gradient with respect to a row's logits x is
 
     grad_lse softmax(x) + grad_logit onehot(target) + grad_sum weights,
 
-where softmax(x) is over the shard alone. Chunks, scale and softcap are those of _linear_cross_entropy_ops.py.
+where softmax(x) is over the shard alone. Chunks, scale and softcap are as in _linear_cross_entropy_ops.py.
 
 Names: N rows, H elements per row, C classes of the shard, P positions. input [N, H], linear_weight [C, P, H], linear_bias
-[C, P]; target int64 [N, P], counted from the shard's first class, ELSEWHERE where another rank has the class or the row is
-ignored; smooth [C] in the accumulator's dtype, the weights of the classes, or None; the products run in `dtype`.
+[C, P]; target int64 [N, P], counted from the shard's first class, ELSEWHERE if another rank has the class or the row is
+ignored; smooth [C] in the accumulator's dtype, the class weights, or None; the products run in `dtype`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from .._ops import accumulator_of, ops
 from ..cross_entropy import cross_entropy_rows
 from ..linear_cross_entropy import _capped
 
-ELSEWHERE = -1  # the target of a row that has none among the shard's classes
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # of the width of an accumulator
+ELSEWHERE = -1  # the target of a row whose class is not in the shard
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # integers as wide as the accumulator
 
 
 def as_number(index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Indices as the bits of floating numbers, so that they travel in one tensor with them."""
+    """Index bits as floating numbers, so that one tensor carries both."""
     return index.to(_INTEGERS[dtype]).view(dtype)
 
 
 def as_index(number: Tensor) -> Tensor:
-    """What `as_number` was given."""
+    """The inverse of `as_number`."""
     return number.contiguous().view(_INTEGERS[number.dtype]).to(torch.int64)
 
 
 class _Logits:
-    """The logits of a shard: a chunk of rows of them at a time, and of a chunk a block at a time where softcap or label
-    smoothing takes them in the accumulator's dtype."""
+    """The logits of a shard, a chunk of rows at a time. With softcap or label smoothing a chunk is read in blocks in the
+    accumulator's dtype."""
 
     def __init__(self, tensors, smooth, dtype, scale, softcap, step):
         input, linear_weight, linear_bias = tensors
@@ -60,7 +60,7 @@ class _Logits:
             self.cap = _Cap(softcap, input, min(self.block, self.rows), columns, accumulator, dtype == accumulator)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(which rows, their input, their logits before the softcap [n, C * P])."""
+        """(rows, their input, their logits before the softcap [n, C * P])."""
         for begin in range(0, self.rows, self.step):
             chunk = slice(begin, min(begin + self.step, self.rows))
             x = self.input[chunk].to(self.dtype)
@@ -69,7 +69,7 @@ class _Logits:
             yield chunk, x, logits
 
     def blocks(self, chunk: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(which rows, a chunk's logits of them, the same [n, C, P] as the loss has them)."""
+        """(rows, their logits in the chunk, these as the loss uses them [n, C, P])."""
         for begin in range(chunk.start, chunk.stop, self.block):
             part = slice(begin, min(begin + self.block, chunk.stop))
             plain = logits[begin - chunk.start : part.stop - chunk.start]
@@ -81,7 +81,7 @@ class _Logits:
             yield part, plain, scores.unflatten(1, (self.classes, self.positions))
 
     def put_gradient(self, grad: Tensor, no_grad: Tensor, plain: Tensor) -> None:
-        """Writes the gradient of a block's logits over them; `grad` is that of its scores, in their place."""
+        """Overwrites a block's logits with their gradient; `grad` is the gradient of the block's scores, in the same memory."""
         if self.cap is not None:
             self.cap.differentiate(grad, no_grad, plain)
         elif self.wide:
@@ -90,8 +90,8 @@ class _Logits:
 
 def shard_rows(tensors, target, smooth, options, argmax: bool) -> Tensor:
     """[K, N, P] in the accumulator's dtype: lse; the target's logit, or 0; with `smooth` the weighted sum of the logits; with
-    `argmax` the largest logit before the softcap, and its class in the shard `as_number`. `options`: (dtype, scale, softcap).
-    """
+    `argmax` the largest logit before the softcap and its class in the shard (`as_number`). `options`: (dtype, scale,
+    softcap)."""
     input, linear_weight, _ = tensors
     (rows, hidden), (classes, positions, _), dtype = input.shape, linear_weight.shape, options[0]
     numbers = input.new_zeros([2 + (smooth is not None) + 2 * argmax, rows, positions], dtype=accumulator_of(dtype))
@@ -103,7 +103,7 @@ def shard_rows(tensors, target, smooth, options, argmax: bool) -> Tensor:
     step, _ = chunk_plan(rows, classes * positions, hidden, dtype, input.device.type, False)
     logits = _Logits(tensors, smooth, *options, step)
     for chunk, _, chunk_logits in logits.chunks():
-        if argmax:  # before a cap, which may make several logits equal, and which overwrites them
+        if argmax:  # before the softcap, which may create ties and overwrites the logits
             largest, index = chunk_logits.unflatten(1, (classes, positions)).max(1)
             numbers[-2, chunk], numbers[-1, chunk] = largest, as_number(index, numbers.dtype)
         for part, _, scores in logits.blocks(chunk, chunk_logits):
@@ -116,8 +116,8 @@ def shard_rows(tensors, target, smooth, options, argmax: bool) -> Tensor:
 
 
 def _partial_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """out = scale * a b, where `out` may be float32 beside 16-bit a and b. On the CPU the product is then first rounded to
-    their dtype."""
+    """out = scale * a b, where `out` may be float32 with 16-bit a and b. On the CPU the product is first rounded to the dtype
+    of a and b."""
     if out.dtype == a.dtype:
         _product(out, a, b, scale)
         return
@@ -130,8 +130,8 @@ def _partial_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
 
 
 def shard_gradients(tensors, target, smooth, options, grad: Tensor, wanted) -> list[Tensor | None]:
-    """The gradients of input, in the accumulator's dtype and of this shard's classes alone, linear_weight and linear_bias, each
-    where `wanted`; `grad` [K, N, P] is that of `shard_rows`' numbers."""
+    """The gradients of input (in the accumulator's dtype, this shard's classes only), linear_weight and linear_bias, each where
+    `wanted`; `grad` [K, N, P] is the gradient of `shard_rows`."""
     input, linear_weight, linear_bias = tensors
     (rows, hidden), (classes, positions, _), (dtype, scale, _) = input.shape, linear_weight.shape, options
     columns, accumulator = classes * positions, accumulator_of(dtype)
@@ -146,7 +146,7 @@ def shard_gradients(tensors, target, smooth, options, grad: Tensor, wanted) -> l
     bias_total = input.new_zeros([columns], dtype=accumulator) if wanted[2] else None
 
     grad_lse, grad_logit = grad[0], grad[1].masked_fill(target == ELSEWHERE, 0)
-    # As losses of the shard alone: loss = lse - logit, 0 for a row without a target.
+    # Losses of the shard alone: loss = lse - logit, 0 for a row without a target.
     grad_loss, grad_lse = -grad_logit, grad_lse + grad_logit
     no_grad = (grad_loss == 0) & (grad_lse == 0)
     if smooth is not None:
@@ -174,7 +174,7 @@ def shard_gradients(tensors, target, smooth, options, grad: Tensor, wanted) -> l
 
 
 def differentiable_rows(tensors, target, smooth, options) -> Tensor:
-    """`shard_rows` without argmax in differentiable operations, for derivatives of any order; it keeps the logits."""
+    """`shard_rows` without argmax in differentiable operations, for derivatives of any order; stores the logits."""
     input, linear_weight, linear_bias = tensors
     (classes, positions, hidden), rows, (dtype, scale, softcap) = linear_weight.shape, input.shape[0], options
     accumulator = accumulator_of(dtype)
@@ -191,8 +191,8 @@ def differentiable_rows(tensors, target, smooth, options) -> Tensor:
         if softcap:
             logits = _capped(logits.to(accumulator), softcap, elsewhere)
         if logits.numel() == 0:
-            # Sums over no class are 0. They depend on the input by a sine, whose derivatives of every order do so too: a rank
-            # whose graph lacked the input would stay away from the collectives of the others' backward passes.
+            # Sums over no class are 0. They depend on the input through a sine, so that derivatives of every order do too: a
+            # rank with a graph without the input would miss the collectives of the other ranks' backward passes.
             x = input[begin : begin + step].to(accumulator).nan_to_num(0, 0, 0)
             none = logits.sum(1).to(accumulator) + 0 * x.sin().sum(1, keepdim=True)
             found = [none - float("inf"), none, none]

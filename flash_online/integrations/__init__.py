@@ -1,5 +1,4 @@
-"""Doors into other libraries, each a module of its own that is imported by name: transformers, torch_sdpa, diffusers, vllm,
-sglang.
+"""Integrations with other libraries, each a module that is imported by name: transformers, torch_sdpa, diffusers, vllm, sglang.
 
-Nothing is registered by an import. A module imports its host inside its functions.
+Importing registers nothing. A module imports its host library inside its functions.
 """

@@ -1,5 +1,5 @@
-"""`python -m flash_online check diffusers`: tiny random models of the installed diffusers with our backend, beside its native
-one. Nothing is downloaded.
+"""`python -m flash_online check diffusers`: compares our backend with diffusers' native one on tiny random models of the
+installed diffusers. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._check_install import why_no_cuda
 from .diffusers import NAME, register
 
-ALLOWED = 1e-6  # of the largest element of the output, and of the gradients, in float32
-BATCH, IMAGE, TEXT = 2, 16, 8  # tokens; every one of them can be cut for two ranks
+ALLOWED = 1e-6  # relative to the largest element of the output, and of the gradients, in float32
+BATCH, IMAGE, TEXT = 2, 16, 8  # tokens; each is divisible by two ranks
 
 
 def _seeded(seed: int) -> Callable[..., Tensor]:
@@ -24,7 +24,7 @@ def _seeded(seed: int) -> Callable[..., Tensor]:
 
 
 def _built(name: str, **words: Any) -> Any:
-    """A model of diffusers with random weights, two blocks deep."""
+    """A model of diffusers with random weights, of two blocks."""
     import diffusers
 
     with torch.random.fork_rng(devices=[]):
@@ -33,7 +33,7 @@ def _built(name: str, **words: Any) -> Any:
 
 
 def flux() -> tuple[Any, dict[str, Any]]:
-    """FluxTransformer2DModel: a block with separate and one with joint weights of text and image; no masks."""
+    """FluxTransformer2DModel: one block with separate and one with joint weights of text and image; no masks."""
     words = {"in_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
     model = _built(
         "FluxTransformer2DModel", num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, **words
@@ -77,7 +77,7 @@ def qwen_image() -> tuple[Any, dict[str, Any]]:
 
 
 def ltx() -> tuple[Any, dict[str, Any]]:
-    """LTXVideoTransformer3DModel: cross-attention with a mask to add, [B, H, 1, S], over padded text."""
+    """LTXVideoTransformer3DModel: cross-attention with an additive mask [B, H, 1, S] over padded text."""
     words = {"in_channels": 8, "out_channels": 8, "cross_attention_dim": 32, "caption_channels": 16}
     model = _built("LTXVideoTransformer3DModel", num_layers=2, num_attention_heads=2, attention_head_dim=16, **words)
     normal, mask = _seeded(4), torch.ones(BATCH, TEXT)
@@ -95,7 +95,7 @@ MODELS = {"Flux": flux, "Wan": wan, "QwenImage": qwen_image, "LTX": ltx}
 
 
 class MaskMeter(TorchDispatchMode):
-    """The most elements of a mask that reaches one of our operators, as it lies in memory, and how many calls reach one."""
+    """The elements in memory of the largest mask that reaches one of our operators, and the number of calls that do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class MaskMeter(TorchDispatchMode):
 
 
 def run(model: Any, inputs: dict[str, Any], backend: str) -> tuple[Tensor, list[Tensor]]:
-    """The output of a model with a backend, and the gradients of its inputs and weights."""
+    """The output of a model with a backend, then the gradients of its inputs and weights."""
     leaves = {n: t.detach().requires_grad_() if n.endswith("hidden_states") else t for n, t in inputs.items()}
     model.set_attention_backend(backend)
     try:
@@ -126,35 +126,35 @@ def run(model: Any, inputs: dict[str, Any], backend: str) -> tuple[Tensor, list[
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest difference, in parts of the largest element."""
+    """The largest difference, relative to the largest element."""
     largest = max(t.abs().max().item() for t in theirs)
     return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) / largest
 
 
 def check(say: Callable[[str], None]) -> bool:
-    """Compares tiny models with diffusers' native backend; a line each. Returns whether all are right.
+    """Compares tiny models with diffusers' native backend, a line per model. Returns whether all are right.
 
     Raises:
         ImportError: diffusers is not installed.
-        NotImplementedError: it has no registry of backends that we know.
+        NotImplementedError: diffusers has no registry of backends that we know.
     """
     register()
     import diffusers
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 
     active = registry._active_backend
-    say(f"diffusers {diffusers.__version__}, set_attention_backend({NAME!r}) beside 'native', float32")
-    say(f"Errors in parts of the largest element, {ALLOWED:g} allowed; the largest mask in elements.\n")
+    say(f"diffusers {diffusers.__version__}, set_attention_backend({NAME!r}) compared with 'native', float32")
+    say(f"Errors relative to the largest element, {ALLOWED:g} allowed; the largest mask in elements.\n")
     say(f"{'model':10} {'where':5} {'error of output':16} {'error of gradient':18} largest mask")
     right, logging = True, diffusers.utils.logging
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it calls backends experimental, once per model
+    logging.set_verbosity_error()  # it logs once per model that backends are experimental
     try:
         for device in ("cpu",) if why_no_cuda() else ("cpu", "cuda"):
             for name, make in MODELS.items():
                 try:
                     line, good = _check_model(make, device)
-                except Exception as problem:  # one model that fails leaves the others of interest
+                except Exception as problem:  # report a failing model and go on
                     line, good = f"FAILED: {type(problem).__name__}: {problem}", False
                 say(f"{name:10} {device:5} {line}")
                 right = right and good
@@ -165,7 +165,7 @@ def check(say: Callable[[str], None]) -> bool:
 
 
 def _check_model(make: Callable[[], tuple[Any, dict[str, Any]]], device: str) -> tuple[str, bool]:
-    """What is said of a model, and whether it is right."""
+    """The text of a model's line, and whether the model is right."""
     model, inputs = make()
     model = model.to(device)
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}

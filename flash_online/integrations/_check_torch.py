@@ -1,4 +1,4 @@
-"""`python -m flash_online check torch`: PyTorch's flash attention operators on our kernels, beside plain torch in float64."""
+"""`python -m flash_online check torch`: compares PyTorch's flash attention operators on our kernels with float64."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ BATCH, LENGTH, HEADS = 2, 90, 4
 
 
 def check(say: Callable[[str], None]) -> bool:
-    """Says one line per call and dtype: the largest error of out, and of the gradients, as shares of what is allowed, and
-    whether out has the bits of flash_online's own function, by which it is known that our kernel ran. Returns whether all is
-    so.
+    """Prints a line per call and dtype: the largest errors of out and of the gradients as fractions of the tolerance, and
+    whether out is bit-equal to flash_online's own function, which shows that our kernel ran. Returns whether all is right.
 
     Raises:
-        ImportError: there is no GPU for it.
+        ImportError: there is no supported GPU.
     """
     if reason := why_no_cuda():
         raise ImportError(f"torch_sdpa replaces operators on CUDA, and {reason}")
@@ -40,7 +39,7 @@ def check(say: Callable[[str], None]) -> bool:
 
 
 def compare(say: Callable[[str], None], device: str) -> bool:
-    """The lines of `check`, with whatever kernels stand behind PyTorch's function on the device."""
+    """The lines of `check`, with the kernels that PyTorch's function uses on the device."""
     right = True
     say(f"{'call':45}{'dtype':10}{'out':>6}{'gradients':>11}{'our bits':>10}")
     for name, key_heads, head_dim, options in _calls():
@@ -54,7 +53,7 @@ def compare(say: Callable[[str], None], device: str) -> bool:
 
 
 def _calls() -> list[tuple[str, int, int, dict[str, Any]]]:
-    """(name, heads of key and value, head dim, options) of scaled_dot_product_attention."""
+    """(name, key and value heads, head dim, options) of scaled_dot_product_attention."""
     return [
         ("scaled_dot_product_attention", HEADS, 64, {}),
         ("scaled_dot_product_attention, causal", HEADS, 128, {"is_causal": True}),

@@ -1,5 +1,5 @@
-"""`python -m flash_online check transformers`: tiny random models of the installed transformers through our attention, beside
-the host's eager attention. Nothing is downloaded.
+"""`python -m flash_online check transformers`: compares our attention with the host's eager attention on tiny random models of
+the installed transformers. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._check_install import why_no_cuda
 
 BATCH, LENGTH = 3, 45  # of the inputs, in tokens
-ENCODED = 30  # frames that Whisper's encoder makes; no width is any of these lengths, so that masks are known by their shape
-ALLOWED = 1e-5  # of the largest output, and of the largest gradient, in float32
+ENCODED = 30  # frames from Whisper's encoder; no width equals these lengths, so masks are recognisable by shape
+ALLOWED = 1e-5  # relative to the largest output, and to the largest gradient, in float32
 NEW_TOKENS = 10
 
 _VOCABULARY, _HIDDEN, _HEADS, _LAYERS = 97, 48, 6, 3
@@ -37,17 +37,17 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 @dataclass(frozen=True)
 class Model:
-    """A tiny model: the names of its classes in transformers and the words of its config."""
+    """A tiny model: the names of its classes in transformers and its config arguments."""
 
     name: str
     config: str
     model: str
     words: dict[str, Any] = field(default_factory=dict)
-    kind: str = "decoder"  # decoder: left padding, generates; encoder: right padding; t5, whisper: both halves
+    kind: str = "decoder"  # decoder: left padding, generates; encoder: right padding; t5, whisper: encoder and decoder
 
     def build(self, **others: Any) -> torch.nn.Module:
-        """The model with random weights, in eval mode. Weights are large enough for scores of several units, so that a softcap,
-        a sink or a key too many is seen."""
+        """The model with random weights, in eval mode. Large weights give scores of several units, so that a missing softcap or
+        sink, or an extra key, shows."""
         import transformers
 
         generator = torch.Generator().manual_seed(2017)
@@ -69,7 +69,7 @@ class Model:
     def inputs(
         self, *, padded: bool = True, length: int = LENGTH, batch: int = BATCH, device: str = "cpu"
     ) -> dict[str, Tensor]:
-        """Inputs of a forward pass. Padding is on the left in decoders; in the others on the right."""
+        """Inputs of a forward pass. Decoders are padded on the left, other models on the right."""
         generator = torch.Generator().manual_seed(2023)
 
         def tokens() -> Tensor:
@@ -132,7 +132,7 @@ MODELS = (
 
 
 class _MaskMeter(TorchDispatchMode):
-    """The most elements of a mask that an operator makes: of tensors whose last dimension is in `keys`, bool or of four
+    """The elements of the largest mask that an operator makes: tensors with a last dimension in `keys`, bool or of four
     dimensions (an lse has three)."""
 
     def __init__(self, keys: set[int]) -> None:
@@ -145,14 +145,14 @@ class _MaskMeter(TorchDispatchMode):
             if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[-1] not in self.keys:
                 continue
             if tensor.dtype is torch.bool or tensor.dim() == 4:
-                # Views share storage: what was expanded takes no memory.
+                # Views share storage: expanded masks take no memory.
                 self.most = max(self.most, tensor.untyped_storage().nbytes() // tensor.element_size())
         return results
 
 
 @contextlib.contextmanager
 def measured(name: str, keys: set[int]) -> Iterator[_MaskMeter]:
-    """Measures what the two functions registered under `name` allocate for masks."""
+    """Measures the masks that the two functions registered under `name` allocate."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     meter = _MaskMeter(keys)
@@ -176,7 +176,7 @@ def measured(name: str, keys: set[int]) -> Iterator[_MaskMeter]:
 
 
 def passes(model: torch.nn.Module, inputs: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The outputs of a forward pass at the tokens that are none of padding, and the gradients of the parameters."""
+    """The outputs of a forward pass at non-padding tokens, and the gradients of the parameters."""
     model.zero_grad()
     results = model(**inputs)
     found = [results[name] for name in ("logits", "last_hidden_state", "encoder_last_hidden_state") if name in results]
@@ -192,7 +192,7 @@ def passes(model: torch.nn.Module, inputs: dict[str, Tensor]) -> tuple[list[Tens
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest difference, in parts of the largest element."""
+    """The largest difference, relative to the largest element."""
     largest = max(t.abs().max().item() for t in theirs)
     return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) / largest
 
@@ -201,13 +201,13 @@ def generated(model: Any, spec: Model, inputs: dict[str, Tensor], cache: str | N
     """Greedy generation after the (padded) prompts."""
     inputs = {name: tensor for name, tensor in inputs.items() if not name.startswith("decoder")}
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    # Compiled decoding has a test of its own; here it would only take minutes.
+    # Compiled decoding has its own test; here it would only take minutes.
     return model.generate(**inputs, **options, cache_implementation=cache, disable_compile=True)
 
 
 def generated_eagerly(model: Any, spec: Model, inputs: dict[str, Tensor], cache: str | None) -> Tensor | None:
-    """As `generated`, by the host's eager attention; None where the host itself fails, as transformers 5.17 does with a static
-    cache for chunked attention: it calls a mask function of its own with an argument that this has not."""
+    """`generated` with the host's eager attention. None if the host itself fails, as transformers 5.17 does with a static cache
+    for chunked attention: it passes one of its mask functions an argument that the function lacks."""
     model.set_attn_implementation("eager")
     try:
         return generated(model, spec, inputs, cache)
@@ -216,7 +216,7 @@ def generated_eagerly(model: Any, spec: Model, inputs: dict[str, Tensor], cache:
 
 
 def _check_model(spec: Model, name: str, device: str) -> tuple[str, bool]:
-    """The line of a model, and whether it is right."""
+    """The line of a model, and whether the model is right."""
     model, inputs = spec.build().to(device), spec.inputs(device=device)
     model.set_attn_implementation("eager")
     outputs, gradients = passes(model, inputs)
@@ -238,7 +238,7 @@ def _check_model(spec: Model, name: str, device: str) -> tuple[str, bool]:
 
 
 def check(say: Callable[[str], None]) -> bool:
-    """Compares every model with the host's eager attention; a line each. Returns whether all are right.
+    """Compares every model with the host's eager attention, a line per model. Returns whether all are right.
 
     Raises:
         ImportError: transformers is not installed, or too old.
@@ -249,8 +249,8 @@ def check(say: Callable[[str], None]) -> bool:
     import transformers
 
     dense = BATCH * LENGTH * LENGTH
-    say(f"transformers {transformers.__version__}, attn_implementation={name!r} beside 'eager', float32, padded batches")
-    say(f"Errors in parts of the largest element, {ALLOWED:g} allowed; masks in elements (a dense one has {dense}).\n")
+    say(f"transformers {transformers.__version__}, attn_implementation={name!r} compared with 'eager', float32, padded batches")
+    say(f"Errors relative to the largest element, {ALLOWED:g} allowed; masks in elements (a dense one has {dense}).\n")
     say(f"{'model':12} {'where':5} {'error of output':16} {'error of gradient':18} {'largest mask':13} generate")
     right = True
     quiet = transformers.utils.logging
@@ -261,7 +261,7 @@ def check(say: Callable[[str], None]) -> bool:
             for spec in MODELS:
                 try:
                     line, good = _check_model(spec, name, device)
-                except Exception as problem:  # one model that fails leaves the others of interest
+                except Exception as problem:  # report a failing model and go on
                     line, good = f"{spec.name:12} {device:5} FAILED: {type(problem).__name__}: {problem}", False
                 right = right and good
                 say(line)

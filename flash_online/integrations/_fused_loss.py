@@ -1,14 +1,14 @@
-"""fuse_loss: the loss of a transformers model while training by linear_cross_entropy, without its table of logits.
+"""fuse_loss: computes a transformers model's training loss by linear_cross_entropy, without the logits.
 
-No model is known by name here, and no loss function is replaced. While a forward pass has labels, the model finds a stand-in in
-the place of its output layer, which returns `_Logits`: the hidden states, and a note of what the model and its loss function do
-to the logits (a scale, a softcap, a cast, rows that are cut out). Their torch.nn.functional.cross_entropy is where the product
-and the loss are computed, in one call of the output layer, so that whatever waits in its hooks (FSDP2 gathers the weight there)
-happens as before, and once. What _Logits cannot note is refused by name.
+No model is known by name here, and no loss function is replaced. While a forward pass has labels, a proxy replaces the model's
+output layer and returns `_Logits`: the hidden states, with a record of the operations that the model and its loss function
+apply to the logits (a scale, a softcap, a cast, row slices). Their torch.nn.functional.cross_entropy computes the product and
+the loss in one call of the output layer, so that its hooks (FSDP2 gathers the weight in one) run as before, and once.
+Operations that _Logits cannot record are refused by name.
 
-Hooks of the output layer run in that one call. Those before it get the input that the plain model gives them: what is done to
-the rows of the logits is done again to the rows of what they return. Those after it get the loss, which they may look at; one
-that would change it is refused, since it was written for logits.
+Hooks of the output layer run in that one call. Pre-hooks get the input that the plain model passes; the row operations on the
+logits are repeated on the rows that they return. Forward hooks get the loss, and may read it; a hook that changes it is
+refused, since it was written for logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _module_hooks  # those that are set for all modules
+from torch.nn.modules import module as _module_hooks  # global hooks of all modules
 
 from ..functional import ORIGINALS, cross_entropy
 from ..linear_cross_entropy import linear_cross_entropy, product_dtype
@@ -32,34 +32,34 @@ _STATE = "_flash_online_fused_loss"  # the attribute of a model that holds its F
 
 
 class UnsupportedLogits(NotImplementedError, AttributeError):
-    """A model or its loss function does something with the logits that fuse_loss cannot do without them. An AttributeError
-    too, so that hasattr() on what stands for the logits is answered."""
+    """An operation of a model or its loss function on the logits that fuse_loss cannot do without them. Also an AttributeError,
+    so that hasattr() works on the proxy logits."""
 
 
 def _refusal(what: str) -> UnsupportedLogits:
     return UnsupportedLogits(
         f"fuse_loss: the model or its loss function {what}, which fuse_loss does not do without the table of logits; call "
-        "remove() on what fuse_loss returned, and train this model by its own loss"
+        "remove() on the handle that fuse_loss returned, and train this model with its own loss"
     )
 
 
 def _wrong_head(what: str) -> UnsupportedLogits:
     return UnsupportedLogits(
-        f"fuse_loss: the output layer is {what}; expected a torch.nn.Linear with its own forward. Leave the output layer out "
-        "of what wraps or replaces it, or train this model by its own loss"
+        f"fuse_loss: output layer: expected a torch.nn.Linear with its own forward, got {what}. Exclude the output layer from "
+        "wrappers and replacements, or train this model with its own loss"
     )
 
 
 class _Loss:
-    """A call of cross_entropy on its way through the output layer's hooks: as one object, which none of them takes apart."""
+    """A call of cross_entropy, passed through the output layer's hooks as one object, which no hook takes apart."""
 
     def __init__(self, logits: _Logits, target: Tensor, options: dict[str, Any]):
         self.logits, self.target, self.options = logits, target, options
-        self.loss: Tensor | None = None  # as the layer's forward has returned it, and its version then
+        self.loss: Tensor | None = None  # the output of the layer's forward, and its version at that time
         self.version = 0
 
     def rows_of(self, input: Tensor) -> Tensor:
-        """What the output layer is given, by itself or by its hooks, with the logits' rows."""
+        """The rows of the logits, of an input of the output layer, which hooks may have changed."""
         if input is self.logits._input:
             return self.logits._hidden
         for function in self.logits._rows:
@@ -67,26 +67,26 @@ class _Loss:
         return input
 
     def check_output(self, output) -> None:
-        """Raises UnsupportedLogits where a hook has made something else of the loss."""
+        """Raises UnsupportedLogits if a hook changed the loss."""
         dtype = self.logits.dtype
         if isinstance(output, Tensor) and output.dtype != dtype:
             raise _refusal(f"has a hook on the output layer that makes {output.dtype} of its {dtype} outputs")
         same = output is self.loss
         if not torch.compiler.is_compiling() and isinstance(output, Tensor) and self.loss is not None:
-            # An alias is what DeepSpeed's hooks return. While Dynamo traces, nobody knows versions and addresses.
+            # DeepSpeed's hooks return an alias. Versions and addresses are unknown while Dynamo traces.
             same = (same or output.is_set_to(self.loss)) and output._version == self.version
         if not same:
-            raise _refusal("has a hook on the output layer, or another forward in its place, that changes its outputs")
+            raise _refusal("has a hook on the output layer, or a replaced forward, that changes its outputs")
 
 
 class _Logits:
-    """Stands for the logits of an output layer, softcap * tanh(factor * z) or, without a softcap, factor * z, where z [..., C]
-    are the layer's outputs for `hidden` [..., H]: the rows of the layer's `input` after the functions `rows`."""
+    """Proxy for the logits of an output layer: softcap * tanh(factor * z) or, without a softcap, factor * z. z [..., C] are the
+    layer's outputs for `hidden` [..., H]: the rows of the layer's `input` after the functions `rows`."""
 
     def __init__(self, state: FusedLoss, head: nn.Linear, input: Tensor, products: torch.dtype, dtype: torch.dtype):
         self._state, self._head, self._input, self._hidden = state, head, input, input
         self._rows: tuple[Callable[[Tensor], Tensor], ...] = ()
-        self._products, self.dtype = products, dtype  # the dtype that the layer computes in, and that of the logits
+        self._products, self.dtype = products, dtype  # the layer's compute dtype and the logits' dtype
         self._factor: float = 1.0
         self._softcap: float | None = None
 
@@ -98,12 +98,12 @@ class _Logits:
         return other
 
     def _of_rows(self, function: Callable[[Tensor], Tensor]) -> _Logits:
-        """The logits of other rows, as `function` takes them from [..., H]."""
+        """The logits of other rows: `function` maps tensors [..., H]."""
         other = self._with()
         other._hidden, other._rows = function(self._hidden), (*self._rows, function)
         return other
 
-    # What is known without the logits.
+    # Properties known without the logits.
 
     @property
     def shape(self) -> torch.Size:
@@ -126,7 +126,7 @@ class _Logits:
     def __len__(self) -> int:
         return self.shape[0]
 
-    # Numbers that multiply them, a tanh, casts.
+    # Scaling, tanh, casts.
 
     def _times(self, number, what: str) -> _Logits:
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number) or number == 0:
@@ -197,7 +197,7 @@ class _Logits:
 
     def __getitem__(self, key) -> _Logits:
         keys = key if isinstance(key, tuple) else (key,)
-        taken, rest = 0, False  # dimensions that the keys take, and whether the last of them is
+        taken, rest = 0, False  # number of dimensions that the keys index, and whether the last is indexed
         for one in keys:
             if one is Ellipsis:
                 rest = True
@@ -227,7 +227,7 @@ class _Logits:
         kwargs = kwargs or {}
         logits = args[0] if args else kwargs.get("input")
         if isinstance(logits, _Logits):
-            if function in (ORIGINALS["cross_entropy"], cross_entropy):  # the latter under flash_online.override()
+            if function in (ORIGINALS["cross_entropy"], cross_entropy):  # ours under flash_online.override()
                 return _cross_entropy(*args, **kwargs)
             if function in (torch.tanh, nn.functional.tanh):
                 return logits.tanh()
@@ -235,7 +235,7 @@ class _Logits:
 
 
 class _StandIn:
-    """Stands for an output layer in a forward pass: called, it returns _Logits; all else is the layer's."""
+    """Proxy for an output layer in a forward pass: a call returns _Logits; all else is forwarded to the layer."""
 
     def __init__(self, state: FusedLoss, head: nn.Linear):
         self._state, self._head = state, head
@@ -287,7 +287,7 @@ def _cross_entropy(
 
 
 class _HeadForward:
-    """The forward of an output layer: its own, or the loss that _cross_entropy asks for. An object, which pickle takes."""
+    """The forward of an output layer: its own, or the loss for _cross_entropy. A class instance, so that it can be pickled."""
 
     def __init__(self, head: nn.Linear):
         self.head = head
@@ -298,29 +298,29 @@ class _HeadForward:
             return type(head).forward(head, input)
         for tensor in (input, head.weight):
             if type(tensor).__name__ == "DTensor":
-                raise _wrong_head("sharded inside its own forward (a DTensor, as under tensor parallelism)")
+                raise _wrong_head("one sharded inside its own forward (a DTensor, as under tensor parallelism)")
         _check_weight(head.weight)
         hidden = call.rows_of(input)
         loss = linear_cross_entropy(hidden, head.weight, call.target, linear_bias=head.bias, **call.options)
         if not torch.compiler.is_compiling():
             call.version = loss._version
         elif head._forward_hooks or _module_hooks._global_forward_hooks:
-            loss = loss.unsqueeze(0).unbind(0)[0]  # one of several views, which autograd lets nobody write to
+            loss = loss.unsqueeze(0).unbind(0)[0]  # one of several views: autograd forbids in-place writes to it
         call.loss = loss
         return loss
 
 
 class FusedLoss:
-    """What `fuse_loss` returns: `remove()` gives a model its own forward back.
+    """The handle that `fuse_loss` returns: `remove()` restores the model's own forward.
 
     Attributes:
         model: the model.
     """
 
     def __init__(self, model: nn.Module, owner: nn.Module, name: str):
-        self.model, self._losses = model, 0  # how many the forward pass that runs has computed
+        self.model, self._losses = model, 0  # number of losses computed in the current forward pass
         self._owner, self._name, self._head = owner, name, None
-        self._plain = model.__dict__.get("forward")  # None: that of its class
+        self._plain = model.__dict__.get("forward")  # None: the class's forward
         _, *self._parameters = inspect.signature(type(model).forward).parameters
         self._active = self._running = False
         self._watch: Any = None  # the handle of a _Watch
@@ -338,7 +338,7 @@ class FusedLoss:
 
     def _check_head(self) -> None:
         """Prepares the output layer, which the model may have replaced (a new vocabulary, an adapter). Raises
-        UnsupportedLogits unless it is a linear layer and nothing else."""
+        UnsupportedLogits unless it is a plain linear layer."""
         head = self._owner._modules[self._name]
         if any((head._backward_hooks, head._backward_pre_hooks, _module_hooks._global_backward_hooks)) or (
             _module_hooks._global_backward_pre_hooks
@@ -352,17 +352,17 @@ class FusedLoss:
         _check_weight(head.weight)
         if "forward" in head.__dict__:
             if not isinstance(head.__dict__["forward"], _HeadForward):
-                raise _wrong_head("one whose forward was replaced, as by offloading or another patch")
+                raise _wrong_head("one with a replaced forward, as by offloading or another patch")
         else:
             head.__dict__["forward"] = _HeadForward(head)
         self._head = head
 
     def _computes_loss(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a forward pass with these arguments is one that fuses."""
+        """Whether a forward pass with these arguments uses the fused loss."""
         if not (self._active and self.model.training):
             return False
         if kwargs.get("fused_lm_head"):
-            return False  # TRL's own, see _Watch
+            return False  # TRL's fused loss, see _Watch
         if kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None:
             return True
         at = self._parameters.index("labels")
@@ -376,7 +376,7 @@ class FusedLoss:
             return plain(*arguments, **kwargs)
         self._check_head()
         head, self._losses = self._head, 0
-        # Found before the module of the same name, which keeps its place among the modules, its parameters and its hooks.
+        # Instance attributes shadow the module of the same name, which keeps its place, parameters and hooks.
         self._owner.__dict__[self._name] = _StandIn(self, head)
         self._running = True
         try:
@@ -399,7 +399,7 @@ class FusedLoss:
         if self._watch is not None:
             self._watch.remove()
             self._watch = None
-        # Where somebody has wrapped our forward since, it stays and hands every call on.
+        # If our forward was wrapped since, it stays and forwards every call.
         if isinstance(self.model.__dict__.get("forward"), _ModelForward):
             del self.model.__dict__["forward"], self.model.__dict__[_STATE]
             if self._plain is not None:
@@ -407,8 +407,8 @@ class FusedLoss:
 
 
 class _ModelForward:
-    """The forward of a model whose loss is fused, with the signature of the one before it. An object, which pickle and deepcopy
-    take: of a copy of the model it is the copy's."""
+    """The forward of a model with a fused loss, with the signature of the previous forward. A class instance, so that pickle
+    and deepcopy work: a copy of the model gets a copy of it."""
 
     def __init__(self, state: FusedLoss):
         self.state = state
@@ -426,9 +426,9 @@ class _ModelForward:
 
 
 class _Watch:
-    """A hook before the model's backbone: warns where the fused head of TRL computes the loss. It wraps or is wrapped by our
-    forward. Where it is asked for (`fused_lm_head=True`, in each step of an SFTTrainer), the caller needs what it returns, the
-    log-probabilities of the tokens and their entropy, so that it has the say, and fuse_loss no effect."""
+    """A hook before the model's backbone: warns if TRL's fused head computes the loss. It may wrap or be wrapped by our
+    forward. If TRL's is requested (`fused_lm_head=True`, in each step of an SFTTrainer), the caller needs its results, the
+    tokens' log-probabilities and entropy, so it takes precedence and fuse_loss has no effect."""
 
     def __init__(self, state: FusedLoss):
         self.state = state
@@ -442,27 +442,27 @@ class _Watch:
 
 
 _TRL_WINS = (
-    "fuse_loss: TRL's fused LM head computes the loss of this model, and fuse_loss has no effect in the calls that ask for it; "
+    "fuse_loss: TRL's fused LM head computes the loss of this model, and fuse_loss has no effect in calls that request it; "
     "with TRL's trainers leave fuse_loss out"
 )
 
 
 def _is_of_trl(forward) -> bool:
-    """Whether it is the forward that trl.trainer.utils.add_fused_lm_head gives a model. functools.wraps has given it the
-    model's own name and signature, but not its code."""
+    """Whether it is the forward that trl.trainer.utils.add_fused_lm_head gives a model. functools.wraps copied the model's own
+    name and signature to it, but not the code."""
     code = getattr(getattr(forward, "__func__", None), "__code__", None)
     return code is not None and "fused_lm_head" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _check_weight(weight: Tensor) -> None:
-    """Raises UnsupportedLogits for a weight that is a tensor of a library's own, and so no matrix for a kernel to read."""
+    """Raises UnsupportedLogits for a library's own tensor subclass, which is not a matrix that a kernel can read."""
     kind = type(weight)
     if kind.__torch_dispatch__ is not nn.Parameter.__torch_dispatch__ and not kind.__module__.startswith("torch."):
-        raise _wrong_head(f"a Linear whose weight is a {kind.__module__}.{kind.__qualname__}, as of a quantised model")
+        raise _wrong_head(f"a Linear with a weight of type {kind.__module__}.{kind.__qualname__}, as in a quantised model")
 
 
 def _without_logits(output):
-    """A model's output with None in the place of each _Logits."""
+    """A model's output with None instead of each _Logits."""
     if isinstance(output, _Logits):
         return None
     if isinstance(output, dict):  # a ModelOutput is one, and holds no None
@@ -475,36 +475,36 @@ def _without_logits(output):
 
 
 def fuse_loss(model: nn.Module) -> FusedLoss:
-    """Makes a transformers model compute its loss by `flash_online.linear_cross_entropy` while it trains with labels: output
-    layer and loss together, without the table of logits `[batch, length, vocabulary]` and its float32 copy.
+    """Makes a transformers model compute its loss with `flash_online.linear_cross_entropy` when it trains with labels: output
+    layer and loss together, without the logits `[batch, length, vocabulary]` and their float32 copy.
 
-    It takes effect in training mode and where labels are given; the output's `logits` are then None. In eval mode and without
-    labels nothing changes. The loss is the model's own: its loss function, shift, `num_items_in_batch`, `ignore_index`, scale
-    and softcap of the logits (Gemma 2 to 4, Granite, Cohere) and whatever it adds (a router's auxiliary loss), computed with
-    float32 sums where it upcasts logits to float32. Parameters, their names, hooks and FSDP2's sharding stay as they are, so
-    that the order of fuse_loss and fully_shard does not matter.
+    It applies in training mode with labels; the output's `logits` are then None. In eval mode and without labels nothing
+    changes. The loss is the model's own: its loss function, shift, `num_items_in_batch`, `ignore_index`, scale and softcap of
+    the logits (Gemma 2 to 4, Granite, Cohere) and added terms (a router's auxiliary loss), with float32 sums if the model
+    upcasts logits to float32. Parameters, their names, hooks and FSDP2's sharding do not change, so the order of fuse_loss and
+    fully_shard does not matter.
 
     Args:
-        model: a transformers.PreTrainedModel with an output layer that is a plain torch.nn.Linear, and a forward that takes
-            `labels`; not a wrapper (PEFT, DDP, torch.compile), but the model inside it.
+        model: a transformers.PreTrainedModel with a plain torch.nn.Linear output layer and a forward that takes `labels`; pass
+            the model inside a wrapper (PEFT, DDP, torch.compile).
 
     Returns:
         A handle with `remove()`. A second call returns the same handle.
 
     Raises:
-        TypeError: model is no transformers.PreTrainedModel.
+        TypeError: model is not a transformers.PreTrainedModel.
         UnsupportedLogits: (a NotImplementedError) the output layer is not as above, or forward takes no labels; in a forward
-            pass: the model or its loss function does something with the logits that needs all of them.
+            pass: the model or its loss function applies an operation to the logits that needs all of them.
         ImportError: transformers is not installed.
 
-    Source: the aim of Liger Kernel's fused losses (arXiv 2410.10989), without a forward of our own for each model.
+    Source: the purpose of Liger Kernel's fused losses (arXiv 2410.10989), without a custom forward per model.
     """
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}; of a wrapper, pass the model "
-            "inside it (for PEFT: model.get_base_model())"
+            f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}; pass the model "
+            "inside a wrapper (for PEFT: model.get_base_model())"
         )
     present = model.__dict__.get(_STATE)
     if present is not None:
@@ -512,7 +512,7 @@ def fuse_loss(model: nn.Module) -> FusedLoss:
         return present
     if "labels" not in inspect.signature(type(model).forward).parameters:
         raise UnsupportedLogits(
-            f"fuse_loss: the forward of {type(model).__name__} takes no labels, so that it has no loss to fuse"
+            f"fuse_loss: the forward of {type(model).__name__} takes no labels, so there is no loss to fuse"
         )
     head = model.get_output_embeddings()
     places = ((owner, name) for owner in model.modules() for name, module in owner._modules.items() if module is head)

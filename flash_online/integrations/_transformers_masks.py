@@ -1,4 +1,4 @@
-"""The mask function of the door to transformers: visibility by rule and by padding, in memory linear in the lengths."""
+"""The mask function of the transformers integration: visibility as rules and padding, in memory linear in the lengths."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 class VisibleKeys:
-    """Which keys the queries of a forward pass see, in O(B S) memory: what the mask function hands to a model in place of a
-    mask `[B, 1, L, S]`, and the attention function reads.
+    """The keys that the queries of a forward pass see, in O(B S) memory: the mask function returns it instead of a mask
+    `[B, 1, L, S]`, and the attention function reads it.
 
-    It says everything that a dense mask of the same pass would, so that the attention function needs no other word about causal
-    rule and window: some models pass neither, or pass another one than their mask holds. Models hand it on untouched; one that
-    computes with its masks gets an error that says what to do.
+    It holds everything that a dense mask of the same pass would, so the attention function ignores other causal and window
+    arguments: some models pass neither, or pass others than their mask holds. Models pass it on unchanged; a model that
+    computes with its masks gets an error with advice.
 
     Attributes:
         batch, queries, keys: B, L, S of the mask.
         causal: a query sees no key after its own position.
-        window: (left, right) in keys, both >= 0, around the position of the query, or None; left alone counts where `causal`.
-        lower_right: the last query stands at the last key that counts; else the first query stands at the first key.
-        used_keys: how many leading keys count (the others are room in a static cache), or None for all.
+        window: (left, right) in keys, both >= 0, around the position of the query, or None; with `causal` only left counts.
+        lower_right: the last query is at the last key that counts; otherwise the first query is at the first key.
+        used_keys: the number of leading keys that count (the rest is unused room in a static cache), or None for all.
         padding: bool `[B, 1, 1, used_keys]`, True for keys that take part, or None where all do.
-        starts: bool `[B, L]`, True where a document or chunk begins (queries see none but their own), or None.
-        chunked: `starts` has more in it than the documents.
+        starts: bool `[B, L]`, True where a document or chunk begins (queries see only their own), or None.
+        chunked: `starts` has chunk starts too, not only documents.
         dense: makes the bool mask `[B, 1, L, S]` by the host's own function.
     """
 
@@ -48,8 +48,8 @@ class VisibleKeys:
         self.packed: tuple[Tensor, int] | None = None
 
     def cu_seqlens(self) -> tuple[Tensor, int]:
-        """int32 `[documents + 1]`, where each document of the B L tokens begins, and the longest one's length. The host waits
-        for the device once in a forward pass."""
+        """int32 `[documents + 1]`, the first row of each document among the B L tokens, and the longest document's length.
+        Syncs once per forward pass."""
         if self.packed is None:
             assert self.starts is not None
             begins = self.starts.flatten().nonzero().flatten()
@@ -57,7 +57,7 @@ class VisibleKeys:
             self.packed = bounds, int(bounds.diff().max())
         return self.packed
 
-    # What models and their hooks ask of a mask without looking into it.
+    # Mask attributes that models and their hooks use without reading elements.
 
     @property
     def shape(self) -> torch.Size:
@@ -74,11 +74,11 @@ class VisibleKeys:
         return self
 
     def numel(self) -> int:
-        """Elements that are allocated."""
+        """Number of allocated elements."""
         return sum(tensor.numel() for tensor in (self.padding, self.starts) if tensor is not None)
 
     def to(self, *arguments: Any, **options: Any) -> VisibleKeys:
-        """As Tensor.to for another device; the dtype stays."""
+        """Tensor.to for another device; the dtype does not change."""
         parts = [None if t is None else t.to(*arguments, **options).to(torch.bool) for t in (self.padding, self.starts)]
         if parts[0] is self.padding and parts[1] is self.starts:
             return self
@@ -92,7 +92,7 @@ class VisibleKeys:
     @staticmethod
     def _refuse(*arguments: Any) -> NoReturn:
         raise TypeError(
-            "attention_mask: this model computes with its masks, and that of flash_online has no elements to compute with. "
+            "attention_mask: this model computes with its masks, but flash_online's mask has no elements. "
             'Load the model with attn_implementation="eager".'
         )
 
@@ -106,18 +106,18 @@ class VisibleKeys:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"attention_mask.{name}: this model computes with its masks, and that of flash_online is no Tensor. "
+            f"attention_mask.{name}: this model computes with its masks, but flash_online's mask is not a Tensor. "
             'Load the model with attn_implementation="eager".'
         )
 
 
 class _Rule(NamedTuple):
-    """What a mask function of the host means."""
+    """The meaning of one of the host's mask functions."""
 
     causal: bool
     window: tuple[int, int] | None = None
-    chunk: int | None = None  # keys per chunk: a query sees none before its own chunk
-    documents: bool = False  # queries see their own document alone
+    chunk: int | None = None  # keys per chunk: a query sees no key before its own chunk
+    documents: bool = False  # queries see only their own document
 
     def also(self, other: _Rule) -> _Rule:
         """Both at once."""
@@ -128,11 +128,11 @@ class _Rule(NamedTuple):
         return _Rule(self.causal or other.causal, window, chunk, self.documents or other.documents)
 
 
-_NO_BOUND = 2**31 - 1  # the right bound of a window that leaves it to the causal rule
+_NO_BOUND = 2**31 - 1  # the right bound of a window under the causal rule
 
 
 def _read(function: Callable[..., Tensor]) -> _Rule | None:
-    """The rule of a mask function, by the names and the closures that the host's factories give it; None for any other."""
+    """The rule of a mask function, from the names and closures of the host's factories; None for any other function."""
     name = getattr(function, "__qualname__", "")
     if getattr(function, "__module__", "") != "transformers.masking_utils":
         return None
@@ -158,7 +158,7 @@ def _read(function: Callable[..., Tensor]) -> _Rule | None:
             return _Rule(False, chunk=cells["chunk_size"])
         case "packed_sequence_mask_function":
             return _Rule(False, documents=True)
-        case "remap_positions_for_packed_sequence":  # positions inside the document; those of one document differ by an offset
+        case "remap_positions_for_packed_sequence":  # positions inside a document, at a constant offset from row positions
             return _read(cells["mask_function"])
     return None
 
@@ -166,8 +166,8 @@ def _read(function: Callable[..., Tensor]) -> _Rule | None:
 def _infer(
     function: Callable[..., Tensor], local_size: int | None, causal_skip: bool, bidirectional_skip: bool, config: Any
 ) -> _Rule | None:
-    """`_read` while Dynamo traces, which shows no closure: by the flags that promise the host's own mask functions a plain
-    rule."""
+    """`_read` while Dynamo traces and closures are hidden: uses the flags by which the host's own mask functions declare a
+    plain rule."""
     name = function.__name__
     if name in ("causal_mask_function", "bidirectional_mask_function"):
         return _Rule(name == "causal_mask_function")
@@ -178,7 +178,7 @@ def _infer(
     documents = not causal_skip
     if local_size is None:
         return _Rule(True, documents=True) if documents else None
-    if local_size == getattr(config, "attention_chunk_size", None):  # the window's name for it in the config decides
+    if local_size == getattr(config, "attention_chunk_size", None):  # the config attribute tells a chunk from a window
         return None if local_size == getattr(config, "sliding_window", None) else _Rule(True, None, local_size, documents)
     return _Rule(True, (local_size - 1, _NO_BOUND), None, documents)
 
@@ -202,10 +202,10 @@ def visible_keys(
     """The mask function that `register` gives to `transformers.AttentionMaskInterface`; arguments are the host's.
 
     Returns:
-        VisibleKeys for causal and bidirectional rules, windows, padding, documents found by position_ids and chunks that begin
-        with the pass. A dense bool mask `[B, 1, L, S]`, by the host's `sdpa_mask`, for all else: masks that the caller combines
-        by functions of its own, blocks of images, chunks that continue a cache or have holes in their padding, and what the
-        host asks to be a mask in any case.
+        VisibleKeys for causal and bidirectional rules, windows, padding, documents found from position_ids, and chunks that
+        begin with the pass. Otherwise a dense bool mask `[B, 1, L, S]` from the host's `sdpa_mask`: for masks combined with the
+        caller's own functions, blocks of images, chunks that continue a cache or have holes in their padding, and calls in
+        which the host requires a mask.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
     from transformers.utils.import_utils import is_tracing
@@ -236,15 +236,15 @@ def visible_keys(
         rule = _infer(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, config)
     else:
         rule = _read(mask_function)
-    asked_for = not (allow_is_causal_skip or allow_is_bidirectional_skip)  # except for documents, the host wants a mask
+    asked_for = not (allow_is_causal_skip or allow_is_bidirectional_skip)  # except for documents, the host requires a mask
     if rule is None or (asked_for and not rule.documents):
         return dense()
-    if isinstance(q_offset, Tensor):  # that of a static cache
+    if isinstance(q_offset, Tensor):  # from a static cache
         if tracing or is_tracing(q_offset):
             return dense()
         q_offset = int(q_offset)
 
-    first = q_offset - kv_offset  # the position of the first query, counted in keys
+    first = q_offset - kv_offset  # the first query's position among the keys
     placed = _place(rule, first, q_length, kv_length)
     if placed is None:
         return dense()
@@ -258,20 +258,20 @@ def visible_keys(
             return dense()
         if not tracing:
             starts = _starts(mask_function, batch_size, q_length, device)
-            if padding is not None:  # a run of padding is a document of its own
+            if padding is not None:  # a run of padding is a separate document
                 starts[:, 1:] |= padding[:, 0, 0].diff()
                 padding = None
     sizes = batch_size, q_length, kv_length
     fields = lower_right, used_keys, padding, starts, chunked, rule.documents, dense
     visible = VisibleKeys(sizes, rule.causal, rule.window, *fields)
     if starts is not None:
-        visible.cu_seqlens()  # now: generate() makes masks before a compiled forward pass, which could not read the lengths
+        visible.cu_seqlens()  # now: generate() makes masks before a compiled forward pass, which cannot read the lengths
     return visible
 
 
 def _place(rule: _Rule, first: int, queries: int, keys: int) -> tuple[bool, int | None] | None:
-    """(lower_right, used_keys) of VisibleKeys for queries that begin at position `first` of the keys; None where no alignment
-    of `attention` puts them there."""
+    """(lower_right, used_keys) of VisibleKeys for queries that begin at position `first` of the keys; None if no alignment of
+    `attention` gives these positions."""
     end = first + queries
     if rule.causal and 0 <= first and end <= keys:
         return first > 0, None if end == keys else end
@@ -281,7 +281,7 @@ def _place(rule: _Rule, first: int, queries: int, keys: int) -> tuple[bool, int 
 
 
 def _padding(attention_mask: Tensor | None, first: int, keys: int, tracing: bool) -> Tensor | None:
-    """The padding of the keys from `first` on, bool `[B, 1, 1, keys]`; keys past the end of `attention_mask` are hidden."""
+    """The padding of the keys from `first` on, bool `[B, 1, 1, keys]`. Keys past the end of `attention_mask` are hidden."""
     if attention_mask is None:
         return None
     padding = attention_mask[:, first : first + keys].to(torch.bool)
@@ -293,15 +293,15 @@ def _padding(attention_mask: Tensor | None, first: int, keys: int, tracing: bool
 
 
 def _in_one_run(padding: Tensor) -> bool:
-    """Whether the keys that take part lie side by side in every row."""
+    """Whether the keys that take part are contiguous in every row."""
     rows = padding[:, 0, 0]
     begins = (rows[:, 1:] & ~rows[:, :-1]).sum(1) + rows[:, 0]
     return bool((begins <= 1).all())
 
 
 def _starts(mask_function: Callable[..., Tensor], batch: int, length: int, device: torch.device | str) -> Tensor:
-    """bool `[B, L]`: True where a token does not see the one before it. Documents and chunks are runs of tokens, so that this
-    is where they begin."""
+    """bool `[B, L]`: True where a token does not see the previous token. Documents and chunks are runs of tokens, so these are
+    their starts."""
     rows, head = torch.arange(batch, device=device)[:, None], torch.zeros(1, 1, dtype=torch.long, device=device)
     tokens = torch.arange(1, length, device=device)[None]
     together = mask_function(rows, head, tokens, tokens - 1).expand(batch, length - 1)

@@ -1,8 +1,8 @@
 """An attention backend of diffusers: `register()`, then `model.set_attention_backend("flash_online")`.
 
-Without context parallelism a call is one of flash_online.attention. With it, diffusers moves the rows between the ranks and
-calls the two functions here that it calls operators: Ulysses once per call, with whole sequences and a part of the heads; the
-ring once per rank's keys, for partial results that diffusers merges by their lse.
+Without context parallelism a call runs flash_online.attention. With it, diffusers moves rows between the ranks and calls the
+two functions here as its forward and backward operators: Ulysses once per call, with whole sequences and some of the heads; a
+ring once per rank's keys, for partial results that diffusers merges using their lse.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _registration: Registration | None = None
 
 
 class Registration:
-    """What register() has put into diffusers, until `remove()`."""
+    """The registration in diffusers, until `remove()`."""
 
     def __init__(self, host: ModuleType, member: Any) -> None:
         self._host, self._member = host, member
 
     def remove(self) -> None:
-        """Takes the backend out of diffusers again; a second call does nothing. Models that still have the backend cannot run:
-        call their reset_attention_backend() before. If it is the active backend, diffusers' default becomes active."""
+        """Removes the backend from diffusers; a second call does nothing. Models that still use the backend cannot run: call
+        their reset_attention_backend() first. If it is active, diffusers' default backend becomes active."""
         global _registration
         with _lock:
             if _registration is not self:
@@ -49,7 +49,7 @@ class Registration:
             for table in (registry._backends, registry._constraints, registry._supported_arg_names):
                 del table[self._member]
             registry._supports_context_parallel.discard(NAME)
-            type.__delattr__(enum, _MEMBER)  # the enum's own __delattr__ forbids it
+            type.__delattr__(enum, _MEMBER)  # the enum's own __delattr__ forbids this
             del enum._member_map_[_MEMBER], enum._value2member_map_[NAME]
             enum._member_names_.remove(_MEMBER)
             _registration = None
@@ -57,19 +57,19 @@ class Registration:
 
 def register() -> Registration:
     """Makes "flash_online" an attention backend of diffusers, for `model.set_attention_backend`, `attention_backend` and
-    `dispatch_attention_fn`. Further calls return the first one's registration.
+    `dispatch_attention_fn`. Further calls return the first registration.
 
     The backend takes bool and floating masks (`[B, S]`, or broadcastable to `[B, H, L, S]`), is_causal, scale, grouped heads
-    with enable_gqa, dropout and return_lse. It runs under diffusers' context parallelism, by Ulysses, by a ring and by both,
-    there without causal rule, grouped heads and dropout, and in a ring without masks. Queries, keys and values are
-    `[B, L, H, E]`; float16, bfloat16, float32 or float64.
+    with enable_gqa, dropout and return_lse. It supports diffusers' context parallelism (Ulysses, ring and both), without causal
+    rule, grouped heads and dropout, and in a ring without masks. Queries, keys and values are `[B, L, H, E]`; float16,
+    bfloat16, float32 or float64.
 
     Returns:
-        A registration, whose `remove()` undoes it.
+        A registration; its `remove()` undoes it.
 
     Raises:
         ImportError: diffusers is not installed.
-        NotImplementedError: this diffusers has no registry of backends that the module knows.
+        NotImplementedError: this diffusers has no registry of backends of a known form.
         RuntimeError: another package has registered a backend of this name.
     """
     global _registration
@@ -106,14 +106,14 @@ def _host() -> ModuleType:
 
 
 def _add_member(host: ModuleType) -> Any:
-    """A new member of diffusers' enum of backends, which is closed, with our backend in the registry."""
+    """Adds our backend to the registry and a member to diffusers' closed enum of backends."""
     enum = host.AttentionBackendName
     if _MEMBER in enum._member_map_ or NAME in enum._value2member_map_:
         raise RuntimeError(f"integrations.diffusers: diffusers has a backend {NAME!r} already, which is not this module's")
     member = str.__new__(enum, NAME)
     member._name_, member._value_ = _MEMBER, NAME
     member.__objclass__, member._sort_order_ = enum, len(enum._member_names_)
-    type.__setattr__(enum, _MEMBER, member)  # the enum's own __setattr__ forbids it
+    type.__setattr__(enum, _MEMBER, member)  # the enum's own __setattr__ forbids this
     enum._member_map_[_MEMBER] = enum._value2member_map_[NAME] = member
     enum._member_names_.append(_MEMBER)
     constraints = [host._check_device, host._check_shape]
@@ -139,7 +139,7 @@ def _backend(
     key_heads = {key.shape[2], value.shape[2]}
     if not enable_gqa and not key_heads <= {heads, 1}:
         raise InvalidArgument(
-            f"key, value: {sorted(key_heads)} heads beside query's {heads}; fewer of them need enable_gqa=True"
+            f"key, value: expected query's {heads} heads (fewer need enable_gqa=True), got {sorted(key_heads)}"
         )
     mask = attn_mask
     if mask is not None:
@@ -147,8 +147,8 @@ def _backend(
             mask = mask[:, None, None, :]
         elif mask.dim() == 3 and mask.shape[0] != 1:
             raise InvalidArgument(
-                f"attn_mask: got {list(mask.shape)}, which some backends of diffusers read as [B, L, S], others as [H, L, S]; "
-                "accepted are [B, 1, L, S] and [1, H, L, S]"
+                f"attn_mask: expected [B, 1, L, S] or [1, H, L, S], got {list(mask.shape)}, which some backends "
+                "of diffusers read as [B, L, S], other backends as [H, L, S]"
             )
     if parallel is None:
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -166,32 +166,32 @@ def _backend(
         backward_op=_backward,
         _parallel_config=_parallel_config,
     )
-    # diffusers has no gradient of an lse that it has put together: without detach it would be left out of a sum, unsaid.
+    # diffusers' merged lse has no gradient: without detach its gradient would silently be dropped from a sum.
     return (result[0], result[1].detach()) if return_lse else result
 
 
 def _refuse_in_parallel(
     parallel: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float
 ) -> None:
-    """Raises where diffusers' context parallelism would give another result than one process, or an error without a name."""
+    """Raises where diffusers' context parallelism would differ from one process, or fail with an unclear error."""
     said = f"under context parallelism (ring_degree {parallel.ring_degree}, ulysses_degree {parallel.ulysses_degree})"
     ulysses_alone = parallel.ring_degree == 1 and not parallel.ulysses_anything
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     problem = None
     if dropout_p:
-        problem = f"dropout_p: {dropout_p} {said}: ranks would draw the same weights; accepted is 0"
+        problem = f"dropout_p: expected 0 {said} (ranks would draw the same mask), got {dropout_p}"
     elif mask is not None and parallel.ring_degree > 1:
-        problem = f"attn_mask: given {said}: the ring does not cut it for each rank's keys; use ulysses_degree alone"
+        problem = f"attn_mask: expected None {said}: the ring does not shard it; use ulysses_degree alone"
     elif mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        problem = f"attn_mask: requires grad {said}, where diffusers has no gradient for it"
+        problem = f"attn_mask: expected requires_grad=False {said}, got True: diffusers has no gradient for it"
     elif not query.shape[2] == key.shape[2] == value.shape[2]:
-        problem = f"key, value: {key.shape[2]} and {value.shape[2]} heads {said}: accepted are query's {query.shape[2]}"
+        problem = f"key, value: expected query's {query.shape[2]} heads {said}, got {key.shape[2]} and {value.shape[2]}"
     elif ulysses_alone and query.shape[2] % parallel.ulysses_degree != 0:
-        problem = f"query: {query.shape[2]} heads {said}: accepted is a multiple of ulysses_degree, or ulysses_anything=True"
+        problem = f"query: expected a multiple of ulysses_degree heads, or ulysses_anything=True, {said}, got {query.shape[2]}"
     elif value.shape[3] != query.shape[3] and (ulysses_alone or trains):
-        problem = f"value: width {value.shape[3]} {said}: accepted is query's {query.shape[3]}"
+        problem = f"value: expected query's width {query.shape[3]} {said}, got {value.shape[3]}"
     elif ulysses_alone and trains and key.shape[1] != query.shape[1]:
-        problem = f"key: {key.shape[1]} keys beside {query.shape[1]} queries {said}: diffusers has gradients for equal lengths"
+        problem = f"key: expected query's length {query.shape[1]} {said} (for diffusers' gradients), got {key.shape[1]}"
     if problem is not None:
         raise NotImplementedError(problem)
 
@@ -210,10 +210,11 @@ def _forward(
     _save_ctx: bool = True,
     _parallel_config: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A rank's part: all rows of its heads (Ulysses), or its own rows and one rank's keys (a ring). Tensors as in _backend."""
+    """A rank's results: all rows of its heads (Ulysses), or its own rows and one rank's keys (a ring). Tensors as in
+    _backend."""
     parallel = _parallel_config.context_parallel_config
     if attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] != 1:
-        all_heads = attn_mask.shape[-3]  # diffusers has spread the heads of query over the ranks, but not those of a mask
+        all_heads = attn_mask.shape[-3]  # diffusers sharded the heads of query over the ranks, but not the heads of a mask
         first = parallel._ulysses_local_rank * -(-all_heads // parallel.ulysses_degree)
         attn_mask = attn_mask[..., first : first + query.shape[2], :, :]
     tensors = [tensor.transpose(1, 2) for tensor in (query, key, value)]
@@ -224,7 +225,7 @@ def _forward(
     options = AttentionOptions(-1, 0 if is_causal else -1, False, scale, 0.0, 0.0, tf32_for(query))
     out, lse, lse_low = ops.attention_forward.default(*tensors, mask, None, None, None, *options)
     if _save_ctx:
-        # A ring's backward pass brings the whole rows' out and lse, and takes the first three of these as the rank's own.
+        # A ring's backward pass passes the merged out and lse, and takes the first three of these as the rank's own.
         rest = () if parallel.ring_degree > 1 else (mask, out, lse, lse_low)
         ctx.save_for_backward(query, key, value, *rest)
         ctx.options, ctx.deterministic = options, torch.are_deterministic_algorithms_enabled()
@@ -243,9 +244,9 @@ def _backward(
     lse: Tensor | None = None,
     **__: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of _forward's query, key, value. A ring calls it once per rank's keys, with the whole rows' out and lse."""
+    """The gradients of _forward's query, key, value. A ring calls it once per rank's keys, with the merged out and lse."""
     if torch.is_grad_enabled():
-        raise NotImplementedError("second derivatives under diffusers' context parallelism: its operators have none")
+        raise NotImplementedError("no second derivatives under diffusers' context parallelism: its operators have none")
     if query is None:
         query, key, value, mask, *results = ctx.saved_tensors
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))

@@ -1,9 +1,9 @@
-"""An attention backend of SGLang, which `register()` offers as `--attention-backend flash_online`.
+"""An attention backend of SGLang, registered by `register()` as `--attention-backend flash_online`.
 
-SGLang knows where each token's key lies: `req_to_token[request, position]` is a row of the pool, and `out_cache_loc` are the
-rows of a step's new tokens. A layer writes these by cache_append and attends by kvcache_attention, in both kinds of step,
-prompts (which may hold requests that decode, too) and decoding. The class derives from SGLang's, so that it is made when SGLang
-asks for the backend: importing this module imports no SGLang.
+SGLang knows where the keys of each token are: `req_to_token[request, position]` is a row of the pool, and `out_cache_loc` are
+the rows of a step's new tokens. A layer writes the new rows by cache_append and attends by kvcache_attention, in both kinds of
+step: prompts (which may include decoding requests) and decoding. The class derives from SGLang's and is created when SGLang
+requests the backend: importing this module does not import SGLang.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["register"]
 
 NAME = "flash_online"
 _OTHER = "Choose another --attention-backend for it."
-_MODES = ("EXTEND", "DECODE", "MIXED", "SPLIT_PREFILL", "IDLE")  # names of SGLang's ForwardMode
+_MODES = ("EXTEND", "DECODE", "MIXED", "SPLIT_PREFILL", "IDLE")  # of SGLang's ForwardMode
 _log = logging.getLogger(__name__)
 
 
 def register() -> bool:
-    """Offers the backend to SGLang under the name "flash_online", for deterministic inference too. SGLang calls it in each of
-    its processes, by the entry point in the group `sglang.srt.plugins`; a server that does not ask for the name is not changed.
+    """Registers the backend with SGLang under the name "flash_online", for deterministic inference too. SGLang calls it in each
+    of its processes, through the entry point group `sglang.srt.plugins`; a server that does not select the name is not changed.
     A second call changes nothing.
 
     Returns:
-        Whether the name is this backend now. Where it is not (SGLang is not installed, is older than 0.5.18, or has another
-        package's backend of this name), nothing is changed, and a line of the log of this module says why.
+        Whether the name refers to this backend now. If not (SGLang is not installed, is older than 0.5.18, or has another
+        package's backend of this name), nothing is changed, and this module logs the reason.
     """
     try:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
@@ -46,7 +46,7 @@ def register() -> bool:
         return False
     if NAME in ATTENTION_BACKENDS:
         if ATTENTION_BACKENDS[NAME] is not make:
-            _log.warning("sglang: the backend %r is another package's already, and stays so", NAME)
+            _log.warning("sglang: the backend %r belongs to another package already and is kept", NAME)
         return ATTENTION_BACKENDS[NAME] is make
     register_attention_backend(NAME)(make)
     add_attention_backend_choices([NAME])
@@ -55,10 +55,10 @@ def register() -> bool:
 
 
 def make(runner: Any) -> Any:
-    """The backend for SGLang's model runner: what `register` gives to SGLang.
+    """The backend for SGLang's model runner, as passed to SGLang by `register`.
 
     Raises:
-        NotImplementedError: the runner needs what the backend does not have.
+        NotImplementedError: the runner needs an unsupported feature.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.runtime_context import get_parallel, get_spec
@@ -75,10 +75,10 @@ def make(runner: Any) -> Any:
     }
     for name, given in refused.items():
         if given:
-            raise NotImplementedError(f"{name}: not taken by the attention backend {NAME!r}. {_OTHER}")
+            raise NotImplementedError(f"{name}: not supported by the attention backend {NAME!r}. {_OTHER}")
     if type(pool) is not MHATokenToKVPool:
         raise NotImplementedError(
-            f"token_to_kv_pool: a {type(pool).__name__}; accepted is MHATokenToKVPool, which models with windows get by "
+            f"token_to_kv_pool: expected MHATokenToKVPool, got {type(pool).__name__}; for models with windows pass "
             "--disable-hybrid-swa-memory"
         )
     return _backend_class()(runner)
@@ -92,18 +92,18 @@ def _backend_class() -> type:
 
 
 class Step(NamedTuple):
-    """Where the queries and keys of one forward pass lie, for all layers; the device alone reads the tensors."""
+    """Locations of the queries and keys of a forward pass, for all layers; only the device reads the tensors."""
 
     starts: Tensor  # int32 [requests + 1]
-    longest: int | None  # queries per request at most; None: as many as there are
+    longest: int | None  # most queries per request; None: the number of queries
     lengths: Tensor  # int32 [requests], the new keys included
     table: Tensor  # int32 [rows, entries] of pages
-    rows: Tensor | None  # int32 [requests]: the row of the table of each request; None: its index
+    rows: Tensor | None  # int32 [requests]: each request's row of the table; None: the request's index
 
     @classmethod
     def of(cls, batch: Any, req_to_token: Tensor, page: int) -> Step:
-        """The step of SGLang's ForwardBatch. `req_to_token` int32 `[requests, positions]` has rows of a pool whose pages have
-        `page` rows each."""
+        """The step of SGLang's ForwardBatch. `req_to_token` int32 `[requests, positions]` has rows of a pool with pages of
+        `page` rows."""
         lengths = batch.seq_lens.to(torch.int32)
         longest: int | None = 1
         if batch.forward_mode.is_decode_or_idle():
@@ -118,7 +118,7 @@ class Step(NamedTuple):
 
 
 class _BackendMethods:
-    """What SGLang asks of a backend; its base class has the rest."""
+    """Methods that SGLang calls; its base class has the rest."""
 
     needs_cpu_seq_lens = False
 
@@ -128,36 +128,37 @@ class _BackendMethods:
 
         self.pool, self.page = runner.token_to_kv_pool, runner.page_size
         self.req_to_token = runner.req_to_token_pool.req_to_token
-        # The keys of a sequence as one piece: the same bits in whatever batch it lies.
+        # One piece per sequence: results do not depend on the batch.
         self.num_splits = 1 if get_exec().deterministic.enable_deterministic_inference else None
         self.forward_metadata: Any = None  # the Step
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Raises NotImplementedError for kinds of step that are not taken; there is nothing else to do outside of a graph."""
+        """Raises NotImplementedError for unsupported kinds of step; nothing else is needed outside a graph."""
         mode = forward_batch.forward_mode
         if mode.name not in _MODES or getattr(forward_batch, "spec_info", None) is not None:
-            raise NotImplementedError(f"forward_mode: {mode.name} is not taken by {NAME!r}. {_OTHER}")
+            raise NotImplementedError(f"forward_mode: {mode.name} is not supported by {NAME!r}. {_OTHER}")
         if getattr(forward_batch, "multi_item_delimiter_indices", None) is not None:
-            raise NotImplementedError(f"multi_item_delimiter_indices: scoring of several items. {_OTHER}")
+            raise NotImplementedError(f"multi_item_delimiter_indices: expected None, got several items to score. {_OTHER}")
         if in_capture and not mode.is_decode_or_idle():
             raise NotImplementedError(
-                "in_capture: a graph of a whole prompt, which would keep its longest request; accepted is the graph that "
-                "leaves attention out (--cuda-graph-backend-prefill=breakable) or none"
+                "in_capture: expected no graph of a whole prompt (it would fix the longest request); use a graph without "
+                "attention (--cuda-graph-backend-prefill=breakable) or none"
             )
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Finds the step's lengths and tables, by operations that a graph records and repeats."""
+        """Finds the step's lengths and tables, with operations that a graph captures."""
         self.forward_metadata = Step.of(forward_batch, self.req_to_token, self.page)
 
     def shared_read_ends(self, fm: Any) -> Any:
-        """Until when SGLang may not change what a step reads: with pages of one row, req_to_token, up to the last layer."""
+        """The point until which SGLang may not change a step's inputs: with pages of one row, req_to_token up to the last
+        layer."""
         from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
         ends = super().shared_read_ends(fm)  # type: ignore[misc]
         return SharedReadEnds.max_of([ends, SharedReadEnds.POST_REPLAY]) if self.page == 1 else ends
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing is kept between graphs."""
+        """No state is kept between graphs."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -175,16 +176,16 @@ class _BackendMethods:
         """Writes the new keys and attends.
 
         Args:
-            q: `[tokens, Hq E]` or `[tokens, Hq, E]`; k: `[tokens, Hkv, E]` or `[tokens, Hkv E]`; v likewise, Ev wide. k and v
-                are None where the keys are in the pool already.
-            layer: SGLang's RadixAttention; its window, softcap and scales count.
-            options: `sinks` `[Hq]`; others are refused where they are given.
+            q: `[tokens, Hq E]` or `[tokens, Hq, E]`; k: `[tokens, Hkv, E]` or `[tokens, Hkv E]`; v likewise with width Ev. k
+                and v are None if the keys are in the pool already.
+            layer: SGLang's RadixAttention; its window, softcap and scales are used.
+            options: `sinks` `[Hq]`; other options are refused.
 
         Returns:
-            out `[tokens, Hq Ev]`; 0 in rows of no request.
+            out `[tokens, Hq Ev]`; 0 in padding rows.
 
         Raises:
-            NotImplementedError: the layer or an option is not taken.
+            NotImplementedError: the layer or an option is not supported.
         """
         sinks = options.pop("sinks", None)
         _check_layer(layer, options)
@@ -195,7 +196,7 @@ class _BackendMethods:
             rows = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
             cache_append(*rows, keys, values, slots=forward_batch.out_cache_loc.to(torch.int64), **scales)
         step, query = self.forward_metadata, q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        given = getattr(forward_batch, "_attn_output", None)  # where SGLang wants the result, in some graphs
+        given = getattr(forward_batch, "_attn_output", None)  # SGLang's output buffer, in some graphs
         out = kvcache_attention(
             *(query, keys, values, step.lengths),
             block_table=step.table,
@@ -215,28 +216,28 @@ class _BackendMethods:
     forward_decode = forward_extend
 
     def _pools(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer as pools `[pages, Hkv, page, E]`. SGLang's are that, or `[rows, Hkv, E]`."""
-        pools = self.pool.get_kv_buffer(layer_id)  # waits for a layer that is on its way from the host
+        """Keys and values of a layer as pools `[pages, Hkv, page, E]`. SGLang's pools have this shape, or `[rows, Hkv, E]`."""
+        pools = self.pool.get_kv_buffer(layer_id)  # waits for a layer that is being copied from the host
         if pools[0].dim() == 3:
             pools = tuple(pool.unflatten(0, (-1, self.page)).transpose(1, 2) for pool in pools)
         if pools[0].dim() != 4:
-            raise NotImplementedError(f"kv_cache_layout: pools of {pools[0].dim()} dimensions; accepted are NHD and HND")
+            raise NotImplementedError(f"kv_cache_layout: expected NHD or HND, got pools of {pools[0].dim()} dimensions")
         return pools
 
 
 def _check_layer(layer: Any, options: dict[str, Any]) -> None:
-    """Raises for what would change the result, and is not taken."""
+    """Raises for unsupported options that would change the result."""
     problem = None
     if layer.is_cross_attention or layer.attn_type.value != "decoder":
-        problem = f"attn_type: {layer.attn_type.value}, with cross attention: {layer.is_cross_attention}; accepted is decoder"
+        problem = f"attn_type: expected decoder, got {layer.attn_type.value}, with cross attention: {layer.is_cross_attention}"
     elif layer.pos_encoding_mode != "NONE":
-        problem = f"pos_encoding_mode: {layer.pos_encoding_mode}; accepted is NONE"
+        problem = f"pos_encoding_mode: expected NONE, got {layer.pos_encoding_mode}"
     elif layer.logit_cap and layer.logit_capping_method != "tanh":
-        problem = f"logit_capping_method: {layer.logit_capping_method}; accepted is tanh"
+        problem = f"logit_capping_method: expected tanh, got {layer.logit_capping_method}"
     elif layer.xai_temperature_len > 0:
-        problem = f"xai_temperature_len: {layer.xai_temperature_len}; accepted is none"
+        problem = f"xai_temperature_len: expected none, got {layer.xai_temperature_len}"
     for name, value in options.items():
         if value is not None and value is not False:
-            problem = f"{name}: this backend has no such option"
+            problem = f"{name}: expected None (this backend lacks this option), got a value"
     if problem is not None:
         raise NotImplementedError(f"{problem}. {_OTHER}")

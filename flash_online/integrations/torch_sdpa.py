@@ -1,18 +1,18 @@
-"""torch's registry of flash attention implementations: scaled_dot_product_attention and varlen_attn of torch itself run our
-kernels.
+"""Registers our kernels as one of torch's flash attention implementations: torch's own scaled_dot_product_attention and
+varlen_attn then run them.
 
     from flash_online.integrations import torch_sdpa
     torch_sdpa.activate()
 
-From then on torch's flash attention operators on CUDA are ours, registered from C++: torch's choice among its backends, its
-autograd, its fake tensors and all that is built on these operators (torch.compile, selective checkpointing, DTensor,
-context_parallel, callers that imported the function by name) stay torch's own and need no change. That choice sends flash
-attention what has no mask, 16-bit dtypes and a head dim of at most 256; all else goes where it went before.
+From then on torch's flash attention operators on CUDA are ours, registered from C++. Torch's choice of backend, its autograd,
+its fake tensors and all that is built on these operators (torch.compile, selective checkpointing, DTensor, context_parallel,
+callers that imported the function by name) remain torch's own and need no change. Torch sends flash attention the calls without
+a mask, in 16-bit dtypes, with a head dim of at most 256; all other calls go where they went before.
 
-What differs from torch's kernels: dropout draws our mask, which depends on (seed, batch, head, query, key) alone; the lse of a
-query that sees no key is -inf. The backward pass is deterministic where torch.use_deterministic_algorithms asks for it. Packed
-queries over pages (block_table with seqused_k, torch >= 2.12) run ours, without gradients; other calls with seqused_k and those
-with return_debug_mask run torch's own kernel, which is kept.
+Differences from torch's kernels: dropout uses our mask, which depends only on (seed, batch, head, query, key); the lse of a
+query that sees no key is -inf. The backward pass is deterministic under torch.use_deterministic_algorithms. Packed queries over
+pages (block_table with seqused_k, torch >= 2.12) run ours, without gradients; other calls with seqused_k, and calls with
+return_debug_mask, run torch's own kernel, which is kept.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import torch
 from .._ops import ops
 
 NAME = "flash_online"
-_INPLACE = "_flash_attention_forward_no_dropout_inplace"  # torch has it from 2.12 on
+_INPLACE = "_flash_attention_forward_no_dropout_inplace"  # since torch 2.12
 _KEPT = ("_scaled_dot_product_flash_attention", "_flash_attention_forward", _INPLACE)
-_TENSORS = (0, 1, 6, 7, 8)  # of the first one's results: output, logsumexp, rng_state, unused, debug_attn_mask
+_TENSORS = (0, 1, 6, 7, 8)  # of the first operator's results: output, logsumexp, rng_state, unused, debug_attn_mask
 
-_prefer = False  # what the activate() in progress was asked for
+_prefer = False  # argument of the activate() in progress
 _active: _Handle | None = None
 _kept: torch.library.Library | None = None
 
 
 class _Handle:
-    """One activation, which torch's registry undoes by remove()."""
+    """An activation; torch's registry undoes it with remove()."""
 
     def __init__(self, prefer: bool) -> None:
         _register_kernels(True)
@@ -46,8 +46,8 @@ class _Handle:
             torch.backends.cuda.enable_cudnn_sdp(False)
 
     def remove(self) -> None:
-        """Makes torch's operators what they were, and switches the cuDNN backend on again where this activation switched it
-        off. A second call does nothing."""
+        """Restores torch's operators, and enables the cuDNN backend again if this activation disabled it. A second call does
+        nothing."""
         if not self._active:
             return
         self._active = False
@@ -61,20 +61,20 @@ class _Handle:
 
 
 def register(name: str = NAME) -> None:
-    """Offers our kernels to torch.nn.attention under `name`: torch.nn.attention.activate_flash_attention_impl(name) makes them
-    torch's flash attention, restore_flash_attention_impl() undoes it.
+    """Registers our kernels with torch.nn.attention under `name`: torch.nn.attention.activate_flash_attention_impl(name) makes
+    them torch's flash attention, restore_flash_attention_impl() undoes it.
 
-    The last registration of a name wins. A host that activates an implementation by itself, as torchtitan activates "FA3", gets
-    ours where it is registered under that name.
+    The last registration of a name wins. A host that activates an implementation itself, as torchtitan activates "FA3", gets
+    ours if it is registered under that name.
     """
     torch.nn.attention.register_flash_attention_impl(name, register_fn=_activated)
 
 
 def activate(prefer: bool = True) -> None:
-    """Makes torch's flash attention operators on CUDA ours, in the whole process, until restore() or the next activation of an
-    implementation by torch.nn.attention.
+    """Makes torch's flash attention operators on CUDA ours, in the whole process, until restore() or until torch.nn.attention
+    activates another implementation.
 
-    prefer: also switches off torch's cuDNN backend, which torch prefers to flash attention on some GPUs, until then.
+    prefer: until then, also disable torch's cuDNN backend, which torch prefers to flash attention on some GPUs.
 
     Raises:
         RuntimeError: torch has no CUDA, or this build of flash_online has no CUDA kernels.
@@ -89,19 +89,19 @@ def activate(prefer: bool = True) -> None:
 
 
 def restore() -> None:
-    """Undoes an activation of ours, under whatever name; does nothing where there is none."""
+    """Undoes our activation, under any name; does nothing without one."""
     if _active is not None and _active.active:
         torch.nn.attention.restore_flash_attention_impl()
 
 
 def _activated() -> _Handle:
-    """What torch's registry calls, after it has undone the activation before."""
+    """Called by torch's registry, after it has undone the previous activation."""
     global _active
     if not torch.backends.cuda.is_built():
-        raise RuntimeError(f"torch_sdpa: torch {torch.__version__} has no CUDA, and the operators to replace are CUDA's")
+        raise RuntimeError(f"torch_sdpa: torch {torch.__version__} has no CUDA operators to replace")
     if not torch._C._dispatch_has_kernel_for_dispatch_key("flash_online::torch_sdpa_register", "CompositeExplicitAutograd"):
         raise RuntimeError(
-            "torch_sdpa: this build of flash_online has no CUDA kernels; `python -m flash_online info` says what it has"
+            "torch_sdpa: this build of flash_online has no CUDA kernels; `python -m flash_online info` lists its kernels"
         )
     _keep_torch_kernels()
     _active = _Handle(_prefer)
@@ -116,8 +116,8 @@ def _register_kernels(active: bool) -> None:
 
 @functools.cache
 def _silence_the_dispatcher() -> None:
-    """Uses up the warning that torch gives once per process, of the first kernel that is registered over another. Of a kernel
-    that Python registers it can be filtered; of ours it would be printed."""
+    """Consumes torch's once-per-process warning about a kernel registered over another. For a kernel registered from Python it
+    can be filtered; for ours it would be printed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         library = torch.library.Library("aten", "IMPL", "CUDA")
@@ -126,10 +126,10 @@ def _silence_the_dispatcher() -> None:
 
 
 def _keep_torch_kernels() -> None:
-    """Defines flash_online::kept_<name>, torch's own kernel of an operator, which ours call for what they do not have.
+    """Defines flash_online::kept_<name>, torch's own kernel of an operator, which our kernels call for unsupported cases.
 
-    The schema is the one of this torch. scaled_dot_product_flash_attention's is without the results that are no tensors: the
-    stable ABI's call of an operator mixes up the types of such results.
+    The schema is this torch's. For scaled_dot_product_flash_attention it omits non-tensor results: the stable ABI's operator
+    call mixes up the types of such results.
     """
     global _kept
     if _kept is not None:

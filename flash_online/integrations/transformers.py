@@ -1,4 +1,4 @@
-"""The door to transformers: attention and masks of its models by our kernels, under a name for `attn_implementation`; and the
+"""The transformers integration: its models' attention and masks on our kernels, under an `attn_implementation` name; and the
 loss without logits."""
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ _EAGER = 'Load the model with attn_implementation="eager" for it.'
 
 
 def register(name: str = "online_attention") -> str:
-    """Makes our attention known to transformers: `from_pretrained(..., attn_implementation="online_attention")` and
+    """Registers our attention with transformers: `from_pretrained(..., attn_implementation="online_attention")` and
     `model.set_attn_implementation("online_attention")`.
 
     Registers the attention function with `transformers.AttentionInterface` and the mask function, without which padding would
     be lost, with `transformers.AttentionMaskInterface`. A second call changes nothing. Models then pass windows, softcap,
-    sinks, position bias, documents and padding to the kernels, and no mask of queries times keys is made for any of these; what
-    is dense nonetheless, and what is refused, docs/integrations/transformers.md lists. A model with attention of its own is a
-    ValueError while it is loaded, as for "sdpa": PreTrainedModel.get_correct_attn_implementation asks us about our names first.
+    sinks, position bias, documents and padding to the kernels, without a mask of queries times keys;
+    docs/integrations/transformers.md lists the cases that are still dense or refused. Loading a model with its own attention
+    raises ValueError, as for "sdpa": PreTrainedModel.get_correct_attn_implementation checks our names with us first.
 
     Args:
-        name: an identifier without "flash", which the host would load as a FlashAttention package of that name, and none of the
-            host's own.
+        name: an identifier without "flash" (the host would load it as a FlashAttention package of that name), other than the
+            host's own names.
 
     Returns:
         The name.
 
     Raises:
-        TypeError: name is no str.
-        ValueError: the name is not as above, or stands for another function already.
-        ImportError: transformers is not installed, or has no mask functions of this form (tested: 5.20.2 and 5.23.0).
+        TypeError: name is not a str.
+        ValueError: the name is not as above, or already refers to another function.
+        ImportError: transformers is not installed, or its mask functions have another form (tested: 5.20.2 and 5.23.0).
     """
     if not isinstance(name, str):
         raise TypeError(f"name: expected a str, got {type(name).__name__}")
     if "flash" in name.lower():
         raise ValueError(
-            f"name: got {name!r}; transformers loads every name with 'flash' in it as a FlashAttention package. Accepted are "
-            "other identifiers, such as 'online_attention'"
+            f"name: expected an identifier without 'flash', such as 'online_attention', got {name!r}; transformers "
+            "loads names with 'flash' as FlashAttention packages"
         )
     if not name.isidentifier() or any(word in name for word in ("eager", "sdpa", "flex_attention")):
-        raise ValueError(f"name: got {name!r}; accepted are identifiers without 'eager', 'sdpa' and 'flex_attention' in them")
+        raise ValueError(f"name: expected an identifier without 'eager', 'sdpa' and 'flex_attention' in it, got {name!r}")
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import create_bidirectional_sliding_window_mask  # noqa: F401 (the newest one needed)
+        from transformers.masking_utils import create_bidirectional_sliding_window_mask  # noqa: F401 (the newest one required)
         from transformers.utils.import_utils import is_tracing  # noqa: F401
     except ImportError as missing:
-        raise ImportError(f"transformers (5.20 or newer) is needed for this door, and {missing}") from missing
+        raise ImportError(f"transformers (5.20 or newer) is needed for this integration: {missing}") from missing
     for interface, function in ((AttentionInterface, attend), (AttentionMaskInterface, visible_keys)):
         present = interface._global_mapping.get(name)
         if present not in (None, function):
-            raise ValueError(f"name: {name!r} stands for {present.__module__}.{present.__qualname__} in transformers already")
+            raise ValueError(f"name: {name!r} already refers to {present.__module__}.{present.__qualname__} in transformers")
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, visible_keys)
     check_models_for(name)
@@ -87,27 +87,27 @@ def attend(
     max_length_k: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that `register` gives to `transformers.AttentionInterface`, for the modules of the host.
+    """The attention function that `register` passes to `transformers.AttentionInterface`, for the host's modules.
 
     Args:
-        module: the layer that calls; its `training` switches dropout, as in the host's eager attention.
+        module: the calling layer; its `training` switches dropout, as in the host's eager attention.
         query: `[B, Hq, L, E]`.
         key: `[B, Hk, S, E]`; Hk divides Hq.
         value: `[B, Hk, S, Ev]`.
         attention_mask: VisibleKeys; or a dense mask, bool (True: takes part) or floating (added), broadcastable to
-            `[B, Hq, L, S]`, which then alone decides; or None: `is_causal` decides (the module's attribute if None).
+            `[B, Hq, L, S]`, which overrides all else; or None: `is_causal` decides (the module's attribute if None).
         softcap, s_aux: as `softcap` and `sinks` of `flash_online.attention`.
         position_bias: floating, broadcastable to `[B, Hq, L, S]`, added to the scores; differentiable.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: the B L tokens are documents one after another, as in
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: the B L tokens are packed documents, as in
             `flash_online.varlen_attention`. All four or none.
-        others: the host's other keywords, of which those that would change the result are refused.
+        others: the host's other keywords; keywords that would change the result are refused.
 
     Returns:
-        (out `[B, L, Hq, Ev]`, contiguous, None). A query that sees nothing gets 0.
+        (out `[B, L, Hq, Ev]`, contiguous, None). A query that sees no key gets 0.
 
     Raises:
         NotImplementedError: attention weights, paged caches, sparse attention by indices, sinks in another form.
-        ValueError: arguments that contradict each other, or a mask that is none of the above.
+        ValueError: contradictory arguments, or a mask of another form.
     """
     _refuse(module, query, s_aux, others)
     dropout = float(dropout) if module.training else 0.0
@@ -118,7 +118,7 @@ def attend(
     if given not in (0, 4):
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
         missing = ", ".join(name for name, length in zip(names, lengths, strict=True) if length is None)
-        raise ValueError(f"{missing}: got None beside others of the four that describe documents; accepted are all or none")
+        raise ValueError(f"{missing}: expected all or none of the four arguments that describe documents, got None")
 
     visible = attention_mask
     if visible is None:
@@ -128,8 +128,8 @@ def attend(
         if given and not visible.chunked:
             if visible.padding is not None:
                 raise ValueError(
-                    "attention_mask: padding beside cu_seq_lens_q, which says that all tokens lie one after another without "
-                    "it. Pass attention_mask=None, or no cu_seq_lens"
+                    "attention_mask: expected None with cu_seq_lens_q, which describes tokens without padding, got padding. "
+                    "Pass attention_mask=None, or no cu_seq_lens"
                 )
             return _attend_documents(query, key, value, visible, lengths, position_bias, options), None
         if visible.starts is not None and position_bias is None:
@@ -140,57 +140,57 @@ def attend(
         visible = visible.dense()
     elif given:
         raise ValueError(
-            "attention_mask: a dense mask beside cu_seq_lens_q; accepted is one of the two. Pass attention_mask=None where the "
-            "documents are all there is to say"
+            "attention_mask: expected None with cu_seq_lens_q, got a dense mask. Pass one of the two: attention_mask=None if "
+            "the documents are the whole mask"
         )
     mask = _with_bias(_check_dense(visible), position_bias)
     return attention(query, key, value, mask=mask, **options).transpose(1, 2).contiguous(), None
 
 
 def _refuse(module: torch.nn.Module, query: Tensor, s_aux: Tensor | None, others: dict[str, Any]) -> None:
-    """Raises for what would change the result, and our kernels or this door do not have."""
+    """Raises for unsupported arguments that would change the result."""
     if others.get("output_attentions"):
-        raise NotImplementedError(f"output_attentions: attention weights are never made here. {_EAGER}")
+        raise NotImplementedError(f"output_attentions: expected False (weights are never computed), got True. {_EAGER}")
     if others.get("cache") is not None:
         raise NotImplementedError(
-            f"cache: got a {type(others['cache']).__name__}; this door takes no paged caches (continuous batching). Load the "
+            f"cache: expected no paged cache (continuous batching), got {type(others['cache']).__name__}. Load the "
             'model with attn_implementation="paged|eager", or call generate() without continuous batching.'
         )
     for name in ("indices", "block_indices", "sinks"):
         if others.get(name) is not None:
-            what = "sinks of other than one number a head" if name == "sinks" else "sparse attention by chosen keys"
-            raise NotImplementedError(f"{name}: {what} ({type(module).__name__}) is not offered. {_EAGER}")
+            what = "sinks other than one number per head" if name == "sinks" else "sparse attention over chosen keys"
+            raise NotImplementedError(f"{name}: {what} ({type(module).__name__}) is not supported. {_EAGER}")
     if s_aux is None and getattr(module, "sinks", None) is not None:
-        raise NotImplementedError(f"s_aux: {type(module).__name__} has sinks and does not pass them. {_EAGER}")
+        raise NotImplementedError(f"s_aux: {type(module).__name__} has sinks but does not pass them. {_EAGER}")
     if query.dim() != 4:
-        raise ValueError(f"query: got {list(query.shape)}; accepted is [batch, heads, queries, width]")
+        raise ValueError(f"query: expected [batch, heads, queries, width], got {list(query.shape)}")
 
 
 def _without_mask(
     module: torch.nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None
 ) -> VisibleKeys:
-    """The rule of a call without a mask, as the host's sdpa attention has it: causal or not, all keys."""
+    """The rule of a call without a mask, as in the host's sdpa attention: causal or not, all keys."""
     from transformers import AttentionMaskInterface
 
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if name is not None and name not in AttentionMaskInterface._global_mapping:
         raise ValueError(
-            f"attention_mask: transformers makes no masks for attn_implementation={name!r}, so that padding would be lost. "
+            f"attention_mask: transformers makes no masks for attn_implementation={name!r}, so padding would be lost. "
             "flash_online.integrations.transformers.register(name) registers the attention and the mask function together"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     queries, keys = query.shape[2], key.shape[2]
     if queries == 1:
-        causal = False  # a step of decoding, which sees every key
+        causal = False  # a decoding step sees every key
     elif causal and queries != keys:
         raise ValueError(
-            f"attention_mask: got None for {queries} queries, {keys} keys and is_causal=True, which does not say where the "
-            "queries stand. Pass a mask, or is_causal=False"
+            f"attention_mask: expected a mask, or is_causal=False, for {queries} queries and {keys} keys (their alignment is "
+            "unknown), got None and is_causal=True"
         )
     if sliding_window is not None and keys > sliding_window:
         raise ValueError(
-            f"attention_mask: got None beside sliding_window={sliding_window} and {keys} keys; a window comes with the mask "
-            "that the host's create_sliding_window_causal_mask makes"
+            f"attention_mask: expected the mask of the host's create_sliding_window_causal_mask with "
+            f"sliding_window={sliding_window} and {keys} keys, got None"
         )
     sizes = (query.shape[0], queries, keys)
     return VisibleKeys(sizes, causal, None, False, None, None, None, False, False, lambda: _all(query, key))
@@ -204,33 +204,33 @@ def _check_lengths(visible: VisibleKeys, query: Tensor, key: Tensor) -> None:
     by_position = visible.causal or visible.window is not None
     if key.shape[2] != visible.keys or (by_position and query.shape[2] != visible.queries):
         raise ValueError(
-            f"attention_mask: made for {visible.queries} queries and {visible.keys} keys, got {query.shape[2]} and "
+            f"attention_mask: expected {visible.queries} queries and {visible.keys} keys, got {query.shape[2]} and "
             f"{key.shape[2]}. {_EAGER}"
         )
 
 
 def _check_dense(mask: Any) -> Tensor:
     if not isinstance(mask, Tensor):
-        raise ValueError(f"attention_mask: got a {type(mask).__name__}; accepted are VisibleKeys, a Tensor and None")
+        raise ValueError(f"attention_mask: expected VisibleKeys, a Tensor or None, got {type(mask).__name__}")
     if mask.dim() == 2:
         raise ValueError(
-            f"attention_mask: got {list(mask.shape)}, the padding of tokens; accepted is a mask [batch, heads, queries, keys]. "
+            f"attention_mask: expected [batch, heads, queries, keys], got {list(mask.shape)}, a padding mask. "
             "The mask function makes one: flash_online.integrations.transformers.register(name) registers both functions"
         )
     if mask.dtype is not torch.bool and not mask.is_floating_point():
-        raise ValueError(f"attention_mask: dtype {mask.dtype}; accepted are bool (True: takes part) and floating (added)")
+        raise ValueError(f"attention_mask: expected bool (True: takes part) or floating (added), got {mask.dtype}")
     return mask
 
 
 def _attend_rule(
     query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, bias: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
-    """Attention by causal rule, window and padding, `[B, L, Hq, Ev]`."""
+    """Attention with causal rule, window and padding, `[B, L, Hq, Ev]`."""
     if visible.used_keys is not None:
         key, value = key[:, :, : visible.used_keys], value[:, :, : visible.used_keys]
         bias = None if bias is None or bias.shape[-1] == 1 else bias[..., : visible.used_keys]
     queries, keys = query.shape[2], key.shape[2]
-    lower_right = visible.lower_right and queries != keys  # the shorter ways of `attention` are those of upper_left
+    lower_right = visible.lower_right and queries != keys  # `attention` is faster for upper_left
     causal = visible.causal and not (queries == 1 and visible.lower_right)
     causal = causal and not (queries == keys == 1)
     window = _window(visible, max(queries, keys))
@@ -254,7 +254,7 @@ _FEW_ROWS = 16  # per key head
 
 
 def _is_step(query: Tensor, key: Tensor, options: dict[str, Any]) -> bool:
-    """Whether the CPU's kernel for few rows is the faster one: it reads keys where they lie, and the other one copies them."""
+    """Whether the CPU's kernel for few rows is faster: it reads keys in place, the general kernel copies them."""
     if query.device.type != "cpu" or torch.is_grad_enabled() or options["dropout_p"]:
         return False
     heads, key_heads = query.shape[1], key.shape[1]
@@ -262,7 +262,7 @@ def _is_step(query: Tensor, key: Tensor, options: dict[str, Any]) -> bool:
 
 
 def _window(visible: VisibleKeys, length: int) -> tuple[int | None, int | None] | None:
-    """The window as `attention` takes it; None where it hides nothing among so many queries and keys, since calls without
+    """The window as an argument of `attention`; None if it hides nothing for this many queries and keys, since calls without
     options are faster."""
     if visible.window is None:
         return None
@@ -282,9 +282,9 @@ def _attend_documents(
     bias: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attention inside documents that lie one after another in the rows of the batch, `[B, L, Hq, Ev]`."""
+    """Attention inside packed documents in the rows of the batch, `[B, L, Hq, Ev]`."""
     if bias is not None:
-        raise NotImplementedError("position_bias: documents by cu_seq_lens_q have none. Pass them as a dense attention_mask")
+        raise NotImplementedError("position_bias: expected None with cu_seq_lens_q, got a bias. Use a dense attention_mask")
     begins_q, begins_k, longest_q, longest_k = lengths
     packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     begins = (begins_q.to(torch.int32), begins_k.to(torch.int32))
@@ -294,13 +294,13 @@ def _attend_documents(
     return out.unflatten(0, (query.shape[0], query.shape[2])).contiguous()
 
 
-_FAR_BELOW = -32768.0  # added to a score it leaves a weight of 0; every floating dtype has it
+_FAR_BELOW = -32768.0  # added to a score it makes the weight 0; representable in every floating dtype
 
 
 def _hide(query: Tensor, key: Tensor, padding: Tensor, scale: float | None) -> tuple[Tensor, Tensor, float]:
-    """(query, key, scale) whose products hide the keys of the padding, so that a position bias `[1, Hq, L, S]` can stay the
-    mask and needs no copy for each row of the batch: a column that is 1 / scale in the queries, and 0 or far below in the keys.
-    Seven columns of zeros keep the rows of 16-bit tensors at addresses that TMA can load."""
+    """(query, key, scale) with products that hide padding keys, so that a position bias `[1, Hq, L, S]` can stay the mask
+    without a copy per batch row: an added column is 1 / scale in the queries, and 0 or far below in the keys. Seven columns of
+    zeros keep the rows of 16-bit tensors at addresses that TMA can load."""
     scale = default_scale(query.shape[-1]) if scale is None else float(scale)
     hidden = torch.where(padding[:, :, 0, :, None], 0.0, _FAR_BELOW).to(key.dtype)
     in_query = query.new_full((1, 1, 1, 1), 1.0 / scale).expand(*query.shape[:-1], 1)

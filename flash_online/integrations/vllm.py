@@ -1,8 +1,8 @@
-"""An attention backend of vLLM, which `register()` puts in the place that vLLM calls CUSTOM: `--attention-backend CUSTOM`.
+"""An attention backend of vLLM, registered by `register()` as vLLM's CUSTOM: `--attention-backend CUSTOM`.
 
-vLLM first has the new keys of a step written (`do_kv_cache_update`, here cache_append at slots), then attends (`forward`, here
+vLLM first writes the new keys of a step (`do_kv_cache_update`, here cache_append with slots), then attends (`forward`, here
 kvcache_attention of packed queries over pages, with lengths that include the new keys). `Backend`, `Builder` and `Impl` derive
-from vLLM's classes, so that they are made when vLLM first asks for one of them: importing this module imports no vLLM.
+from vLLM's classes and are created when vLLM first requests one of them: importing this module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _log = logging.getLogger(__name__)
 
 
 def register() -> bool:
-    """Makes this module vLLM's backend CUSTOM. vLLM calls it in each of its processes, by the entry point in the group
-    `vllm.general_plugins`; a process that does not ask for CUSTOM is not changed. A second call changes nothing.
+    """Makes this module vLLM's CUSTOM backend. vLLM calls it in each of its processes, through the entry point group
+    `vllm.general_plugins`; a process that does not select CUSTOM is not changed. A second call changes nothing.
 
     Returns:
-        Whether CUSTOM is this backend now. Where it is not (vLLM is not installed, has no such registry, or has another
-        package's backend there), nothing is changed, and a line of the log of this module says why.
+        Whether CUSTOM is this backend now. If not (vLLM is not installed, has no such registry, or CUSTOM is another package's
+        backend), nothing is changed, and this module logs the reason.
     """
     try:
         from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport  # noqa: F401
@@ -40,7 +40,7 @@ def register() -> bool:
         return False
     path = f"{__name__}.Backend"
     if custom.is_overridden() and custom.get_path() != path:
-        _log.warning("vllm: the backend CUSTOM is %s already, and stays so; VLLM_PLUGINS chooses plugins", custom.get_path())
+        _log.warning("vllm: the backend CUSTOM is %s already and is kept; VLLM_PLUGINS selects plugins", custom.get_path())
         return False
     register_backend(custom, path)
     return True
@@ -57,7 +57,7 @@ def _classes() -> dict[str, type]:
     """The three classes by name."""
     from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder
 
-    # Lengths and tables are read by the device alone, so that a graph serves every batch of its size.
+    # Only the device reads lengths and tables, so that a graph serves every batch of its size.
     graphs = {"_cudagraph_support": AttentionCGSupport.ALWAYS}
     bases = {
         "Backend": ((_BackendMethods, AttentionBackend), {}),
@@ -68,7 +68,7 @@ def _classes() -> dict[str, type]:
 
 
 class _BackendMethods:
-    """What vLLM asks of a backend before there is a model; what it does not take, vLLM says with these answers."""
+    """Methods that vLLM calls before there is a model; vLLM reports unsupported cases using their answers."""
 
     forward_includes_kv_cache_update = False
     supports_kv_cache_update_bypass = True
@@ -77,7 +77,7 @@ class _BackendMethods:
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM looks it up among the members of its enum
+        return "CUSTOM"  # vLLM looks it up in its enum
 
     @staticmethod
     def get_impl_cls() -> type:
@@ -109,13 +109,13 @@ class _BackendMethods:
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **named: Any
     ) -> str | None:
-        """Why a combination is not taken; None where it is."""
+        """Why a combination is not supported, or None."""
         if not {"kvcache_attention", "cache_append"} <= _policy.ON_CUDA:
             return "this build of flash_online has no CUDA kernels for cached keys"
         if kv_cache_dtype in FLOAT8 and dtype == torch.float32:
-            return f"kv_cache_dtype {kv_cache_dtype} beside float32; accepted is 'auto'"
+            return f"kv_cache_dtype: expected 'auto' with float32, got {kv_cache_dtype}"
         if _16_BITS.get(kv_cache_dtype or "", dtype) != dtype:
-            return f"kv_cache_dtype {kv_cache_dtype} beside {dtype}; accepted are 'auto' and float8"
+            return f"kv_cache_dtype: expected 'auto' or float8 with {dtype}, got {kv_cache_dtype}"
         return None
 
     @classmethod

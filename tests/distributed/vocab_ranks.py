@@ -337,21 +337,21 @@ def failures(us: Ranks) -> None:
         ("^target: the ranks differ.*checksum", wrong, (x, w, target.roll(1) if odd else target), {}),
         ("first_class: .*leaves out classes.*ranks hold", wrong, (x, w, target), {"first_class": first + odd}),
         ("first_class: .*begins before class", wrong, (x, w, target), {"first_class": first - odd}),
-        ("weight: .*101 classes", wrong, (x, w, target), {"weight": weights[:7]}),
-        ("target: 101 is out of bounds", IndexError, (x, w, torch.where(target == -100, 101, target)), {}),
+        ("weight: expected \\[101\\]", wrong, (x, w, target), {"weight": weights[:7]}),
+        ("target: expected .*, got 101, .*out of bounds", IndexError, (x, w, torch.where(target == -100, 101, target)), {}),
         ("target: .*not probabilities", wrong, (x, w, torch.rand(37, 101)), {}),
-        ("weight: requires_grad", wrong, (x, w, target), {"weight": learned}),
+        ("weight: expected requires_grad=False", wrong, (x, w, target), {"weight": learned}),
     ):
         options = {"first_class": first, **options}
         with pytest.raises(error, match=message):
             call(*arguments, **options)
     # What one rank refuses, the others hear of, in words.
     for message, own, arguments, options in (
-        ("weight_shard: width", wrong, (x, w[:, :5], target), {}),
+        ("weight_shard: expected input's width", wrong, (x, w[:, :5], target), {}),
         ("target: expected a Tensor", TypeError, (x, w, None), {}),
-        ("reduction: 'average'", wrong, (x, w, target), {"reduction": "average"}),
-        ("first_class: -1", wrong, (x, w, target), {"first_class": -1}),
-        ("softcap: got -1", wrong, (x, w, target), {"softcap": -1.0}),
+        ("reduction: expected .*got 'average'", wrong, (x, w, target), {"reduction": "average"}),
+        ("first_class: expected 0 or more, got -1", wrong, (x, w, target), {"first_class": -1}),
+        ("softcap: expected .*got -1", wrong, (x, w, target), {"softcap": -1.0}),
         ("first_class: expected an int, got float", TypeError, (x, w, target), {"first_class": 0.5}),
     ):
         said = rf"^group: rank {us.ranks - 1} refuses its call: {own.__name__}: .*{message}"

@@ -430,7 +430,7 @@ def test_combine(device, dtype):
     torch.testing.assert_close(lse, whole_lse.transpose(1, 2))
     given = torch.empty_like(out)
     assert flash_attn_interface.flash_attn_combine(outs, lses, given, dtype)[0] is given and torch.equal(given, out)
-    with pytest.raises(ValueError, match="out: got"):
+    with pytest.raises(ValueError, match="out: expected .*, got"):
         flash_attn_interface.flash_attn_combine(outs, lses, given[1:], dtype)
 
 
@@ -562,9 +562,9 @@ def test_the_raw_backward_needs_the_draw(device):
     raw = (0.5, 0.25, False, -1, -1, 0.0, None)
     out, lse, _, rng_state = flash_attn._flash_attn_forward(q, k, v, *raw, False)
     assert rng_state.shape == (2,) and rng_state.dtype == torch.int64
-    with pytest.raises(ValueError, match="rng_state: got None"):
+    with pytest.raises(ValueError, match="rng_state: expected .*, got None"):
         flash_attn._flash_attn_backward(grad, q, k, v, out, lse, None, None, None, *raw, False)
-    with pytest.raises(ValueError, match=r"softmax_lse: shape \[2, 4, 36\], expected \[2, 4, 37\]"):
+    with pytest.raises(ValueError, match=r"softmax_lse: expected shape \[2, 4, 37\], got \[2, 4, 36\]"):
         flash_attn._flash_attn_backward(grad, q, k, v, out, lse[..., 1:], None, None, None, *raw, False, rng_state)
 
 
@@ -616,7 +616,7 @@ REFUSED = [
 def test_refusals_name_the_argument(module, name, given):
     (q, k, v), _ = dense_inputs(torch.float32, "cpu")
     packing = () if "varlen" not in name or module is flash_attn_cute else (some, some, 1, 1)
-    with pytest.raises(NotImplementedError, match=rf"^{name}: {next(iter(given))}: got .*: \w+"):
+    with pytest.raises(NotImplementedError, match=rf"^{name}: {next(iter(given))}: expected the default, got .*: \w+"):
         getattr(module, name)(q, k, v, *packing, **given)
 
 
@@ -677,7 +677,7 @@ def test_keys_in_pages_have_no_gradient():
     starts, q = torch.tensor([0, 3], dtype=torch.int32), torch.randn(3, 4, 16, requires_grad=True)
     pages, table = torch.randn(4, 16, 2, 16, requires_grad=True), torch.tensor([[2]], dtype=torch.int32)
     out = flash_attn.flash_attn_varlen_func(q, pages, pages, starts, starts, 3, 3, block_table=table)
-    with pytest.raises(NotImplementedError, match="flash_attn_varlen_func: keys in pages have no gradient"):
+    with pytest.raises(NotImplementedError, match="flash_attn_varlen_func: paged keys have no gradient"):
         out.sum().backward()
 
 
@@ -715,7 +715,7 @@ def test_the_forward_pass_over_cached_keys_takes_what_requires_a_gradient(call, 
     function = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
     out = function(q, pages)
     assert torch.equal(out, wanted)
-    with pytest.raises(NotImplementedError, match="(keys in pages|cached keys) have no gradient"):
+    with pytest.raises(NotImplementedError, match="(paged|cached) keys have no gradient"):
         out.sum().backward()
     assert q.grad is None and pages.grad is None
 
@@ -726,19 +726,19 @@ SINES = {"rotary_sin": torch.zeros(9, 40)}
 def test_errors_of_cached_keys_have_flash_attentions_names():
     q, cache = torch.zeros(2, 1, 4, 16), torch.zeros(2, 9, 2, 16)
     for message, wrong in (
-        (r"^q: width 8", {"q": q[..., :8]}),
-        (r"^k_cache, v_cache: got", {"v_cache": cache[:, :8]}),
-        (r"^cache_leftpad: got", {"cache_leftpad": torch.zeros(2)}),
-        (r"^cache_seqlens: None beside k", {"k": cache[:, :1], "v": cache[:, :1], "cache_seqlens": None}),
-        (r"^rotary_cos: given without k", {"rotary_cos": torch.zeros(9, 4), "rotary_sin": torch.zeros(9, 4)}),
-        (r"^rotary_cos: got \[9, 40\]", {"k": cache[:, :1], "v": cache[:, :1], "rotary_cos": torch.zeros(9, 40)} | SINES),
-        (r"^block_table: got", {"block_table": torch.zeros(2)}),
+        (r"^q: expected k_cache's width 16, got 8", {"q": q[..., :8]}),
+        (r"^k_cache, v_cache: expected .*got", {"v_cache": cache[:, :8]}),
+        (r"^cache_leftpad: expected .*got", {"cache_leftpad": torch.zeros(2)}),
+        (r"^cache_seqlens: expected .*, got None", {"k": cache[:, :1], "v": cache[:, :1], "cache_seqlens": None}),
+        (r"^rotary_cos: expected k, ", {"rotary_cos": torch.zeros(9, 4), "rotary_sin": torch.zeros(9, 4)}),
+        (r"^rotary_cos: .*got \[9, 40\]", {"k": cache[:, :1], "v": cache[:, :1], "rotary_cos": torch.zeros(9, 40)} | SINES),
+        (r"^block_table: expected .*got", {"block_table": torch.zeros(2)}),
     ):
         arguments = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": 3} | wrong
         with pytest.raises(InvalidArgument, match=message):
             flash_attn.flash_attn_with_kvcache(**arguments)
     for module in (flash_attn_interface, flash_attn_cute):
-        with pytest.raises(InvalidArgument, match="^page_table: got"):
+        with pytest.raises(InvalidArgument, match="^page_table: expected .*got"):
             if module is flash_attn_interface:
                 module.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3, page_table=torch.zeros(2))
             else:
@@ -757,21 +757,21 @@ def test_neutral_arguments_have_no_effect():
 
 
 WRONG = [
-    ({"q": torch.ones(3, 4, 8)}, r"q: shape \[3, 4, 8\], expected \[batch, length, heads, head dim\]"),
-    ({"k": torch.ones(2, 53, 2, 8)}, r"k: head dim \(last dimension\) is 8, expected q's 16"),
-    ({"k": torch.ones(1, 53, 2, 16)}, r"k: batch \(dimension 0\) is 1, expected q's 2"),
+    ({"q": torch.ones(3, 4, 8)}, r"q: expected shape \[batch, length, heads, head dim\], got \[3, 4, 8\]"),
+    ({"k": torch.ones(2, 53, 2, 8)}, r"k: expected q's head dim 16 \(last dimension\), got 8"),
+    ({"k": torch.ones(1, 53, 2, 16)}, r"k: expected q's batch 2 \(dimension 0\), got 1"),
     (
         {"k": torch.ones(2, 53, 3, 16), "v": torch.ones(2, 53, 3, 16)},
-        r"k: 3 heads \(dimension -2\), expected a divisor of q's 4",
+        r"k: expected a divisor of q's 4 heads \(dimension -2\), got 3",
     ),
-    ({"v": torch.ones(2, 52, 2, 16)}, r"v: shape \[2, 52, 2, 16\], expected k's \[2, 53, 2, 16\]"),
-    ({"k": torch.ones(2, 53, 2, 16).half()}, "k: dtype torch.float16, expected q's torch.float32"),
-    ({"dropout_p": 1.5}, "dropout_p: got 1.5"),
-    ({"softcap": -1.0}, "softcap: got -1.0"),
-    ({"window_size": (1, 2, 3)}, r"window_size: got \(1, 2, 3\)"),
-    ({"window_size": (0.5, 1)}, "window_size: got the bound 0.5"),
-    ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes: got \[3\]"),
-    ({"alibi_slopes": torch.ones(3, 4)}, r"alibi_slopes: got \[3, 4\]; accepted are \[4\]"),
+    ({"v": torch.ones(2, 52, 2, 16)}, r"v: expected k's shape \[2, 53, 2, 16\] in all but the head dim, got \[2, 52, 2, 16\]"),
+    ({"k": torch.ones(2, 53, 2, 16).half()}, "k: expected q's dtype torch.float32, got torch.float16"),
+    ({"dropout_p": 1.5}, "dropout_p: expected .*got 1.5"),
+    ({"softcap": -1.0}, "softcap: expected .*got -1.0"),
+    ({"window_size": (1, 2, 3)}, r"window_size: expected .*, got \(1, 2, 3\)"),
+    ({"window_size": (0.5, 1)}, "window_size: expected bounds that are int or None, got 0.5"),
+    ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes: .*got \[3\]"),
+    ({"alibi_slopes": torch.ones(3, 4)}, r"alibi_slopes: expected \[4\] .*, got \[3, 4\]"),
 ]
 
 
@@ -791,18 +791,18 @@ def test_errors_of_types():
     nested = torch.nested.nested_tensor([torch.ones(5, 2, 8), torch.ones(3, 2, 8)], layout=torch.strided)
     with pytest.raises(NotImplementedError, match="flash_online.attention: k: a nested tensor"):
         flash_attn.flash_attn_func(q, nested, nested)
-    with pytest.raises(NotImplementedError, match="q: dtype torch.int32"):
+    with pytest.raises(NotImplementedError, match="q: expected dtype .*got torch.int32"):
         flash_attn.flash_attn_func(q.int(), k.int(), v.int())
-    with pytest.raises(ValueError, match=r"qkv: shape \[2, 37, 4, 16\], expected \[batch, length, 3, heads, head dim\]"):
+    with pytest.raises(ValueError, match=r"qkv: expected shape \[batch, length, 3, heads, head dim\], got \[2, 37, 4, 16\]"):
         flash_attn.flash_attn_qkvpacked_func(q)
-    with pytest.raises(ValueError, match="cu_seqlens_q: got torch.int64"):
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected .*got torch.int64"):
         flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], torch.tensor([0, 37]), torch.tensor([0, 53]), 37, 53)
-    with pytest.raises(ValueError, match=r"learnable_sink: got \[2\]"):
+    with pytest.raises(ValueError, match=r"learnable_sink: expected .*, got \[2\]"):
         flash_attn_cute.flash_attn_func(q, k, v, learnable_sink=some)
-    with pytest.raises(ValueError, match="num_heads_q: got None"):
+    with pytest.raises(ValueError, match="num_heads_q: expected .*, got None"):
         flash_attn_interface.flash_attn_qkvpacked_func(q)
     starts = torch.tensor([0, 37], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"seqused_k: got \[2\] torch.float32"):
+    with pytest.raises(ValueError, match=r"seqused_k: expected .*, got \[2\] torch.float32"):
         flash_attn_interface.flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 37, 37, seqused_k=some)
 
 

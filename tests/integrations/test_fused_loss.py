@@ -449,13 +449,13 @@ def test_another_output_layer_is_refused():
     model = made("Llama")
     fuse_loss(model)
     model.set_output_embeddings(Doubled(32, CLASSES, bias=False))
-    with pytest.raises(UnsupportedLogits, match="Doubled.*expected a torch.nn.Linear"):
+    with pytest.raises(UnsupportedLogits, match="expected a torch.nn.Linear.*Doubled"):
         model(**batch())
     with pytest.raises(UnsupportedLogits, match="Doubled"):
         fuse_loss(model)
     model = made("Llama")
     model.lm_head.forward = lambda input: input
-    with pytest.raises(UnsupportedLogits, match="forward was replaced"):
+    with pytest.raises(UnsupportedLogits, match="a replaced forward"):
         fuse_loss(model)
 
 
@@ -611,7 +611,7 @@ def test_another_forward_of_the_output_layer_afterwards_is_refused():
     model, inputs = made("Llama"), batch()
     fuse_loss(model)
     model.lm_head.forward = lambda input, **kwargs: input @ model.lm_head.weight.mT
-    with pytest.raises(UnsupportedLogits, match="another forward in its place|forward was replaced"):
+    with pytest.raises(UnsupportedLogits, match="a replaced forward"):
         model(**inputs)
 
 
@@ -708,7 +708,7 @@ def test_a_quantised_output_layer_is_refused(before):
     if not before:
         fuse_loss(model)
     model.lm_head.weight = nn.Parameter(Quantised((CLASSES, 32)), requires_grad=False)
-    with pytest.raises(UnsupportedLogits, match="fuse_loss: the output layer is a Linear whose weight.*Quantised"):
+    with pytest.raises(UnsupportedLogits, match="fuse_loss: output layer: .*, got a Linear with a weight of type .*Quantised"):
         fuse_loss(model)
         model(**batch())
 
@@ -721,7 +721,7 @@ def test_torchao_on_the_output_layer_is_refused():
             fuse_loss(model)
         only = {"filter_fn": lambda module, name: name == "lm_head"}
         quantization.quantize_(model, quantization.Int8WeightOnlyConfig(), **only)
-        with pytest.raises(UnsupportedLogits, match="fuse_loss: the output layer is a Linear whose weight.*torchao"):
+        with pytest.raises(UnsupportedLogits, match="fuse_loss: output layer: .*, got a Linear with a weight.*torchao"):
             fuse_loss(model)
             model(**batch())
 

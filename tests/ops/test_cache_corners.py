@@ -85,7 +85,7 @@ def test_packed_queries_a_cascade_and_compat_are_cast(cache_device):
 
 def test_float64_stays_an_error():
     (query, *_), caches = problem("cpu", torch.float64, torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InvalidArgument, match="^key_cache: dtype"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InvalidArgument, match="^key_cache: expected .*dtype.*, got"):
         flash_online.kvcache_attention(query, *caches, 3)
 
 
@@ -128,7 +128,7 @@ def test_rows_of_an_expanded_cache_would_overwrite_each_other(cache_device, dim,
     (_, key, value), caches = problem(cache_device)
     caches[which] = caches[which].narrow(dim, 0, 1).expand_as(caches[which])
     for call in writes(key, value, caches, LENGTHS.to(cache_device)):
-        with pytest.raises(InvalidArgument, match=f"^{('key', 'value')[which]}_cache: strides|^{'kv'[which]}_cache: strides"):
+        with pytest.raises(InvalidArgument, match=rf"^({('key', 'value')[which]}|{'kv'[which]})_cache: expected .*got strides"):
             call()
     read = flash_online.kvcache_attention(key, *caches, LENGTHS.to(cache_device))  # reading is right
     assert torch.equal(read, flash_online.kvcache_attention(key, *(c.contiguous() for c in caches), LENGTHS.to(cache_device)))
@@ -157,7 +157,7 @@ def test_views_that_negate(cache_device, which):
     caches[which] = torch._neg_view(caches[which])
     kept = [cache.clone() for cache in caches]
     for call in writes(key, value, caches, lengths):
-        with pytest.raises(InvalidArgument, match=f"^{('key', 'value')[which]}_cache: a view|^{'kv'[which]}_cache: a view"):
+        with pytest.raises(InvalidArgument, match=rf"^({('key', 'value')[which]}|{'kv'[which]})_cache: expected .*got a view"):
             call()
     assert all(torch.equal(*pair) for pair in zip(kept, caches, strict=True))
     assert torch.equal(
@@ -173,9 +173,9 @@ def test_out_is_memory_of_its_own(cache_device):
     for out, what in (
         (memory[:1, :, :2].expand(2, 4, 2, 16), "strides"),
         (torch._neg_view(memory[:, :, :2]), "a view"),
-        (dense, "shares memory"),
+        (dense, "query's memory"),
     ):
-        with pytest.raises(InvalidArgument, match=f"^out: {what}"):
+        with pytest.raises(InvalidArgument, match=f"^out: expected .*got {what}"):
             flash_online.kvcache_attention(dense, *caches, lengths, out=out)
     memory[:, :, :2] = query
     flash_online.kvcache_attention(memory[:, :, :2], *caches, lengths, out=memory[:, :, 3:])  # beside it in one storage
@@ -232,10 +232,10 @@ def test_tangents_are_not_lost(cache_device):
     }
     for name, call in calls.items():
         given = key if name == "key" else query
-        with pytest.raises(InvalidArgument, match=f"^{name.split(',')[0]}: has a tangent"):
+        with pytest.raises(InvalidArgument, match=f"^{name.split(',')[0]}: expected .*without a tangent"):
             torch.func.jvp(lambda t, call=call: call(t), (given,), (given,))
         with forward_ad.dual_level(), torch.no_grad():
-            with pytest.raises(InvalidArgument, match=f"^{name.split(',')[0]}: has a tangent"):
+            with pytest.raises(InvalidArgument, match=f"^{name.split(',')[0]}: expected .*without a tangent"):
                 call(forward_ad.make_dual(given, given))
             call(given)
 
@@ -245,9 +245,9 @@ def test_rotary_tables_have_no_gradient(cache_device):
     cos = torch.rand(20, 8, device=cache_device, requires_grad=True)
     sin = cos.detach()
     for n, rotary in enumerate(((cos, sin), (sin, cos))):
-        with pytest.raises(InvalidArgument, match=rf"^rotary\[{n}\]: requires a gradient"):
+        with pytest.raises(InvalidArgument, match=rf"^rotary\[{n}\]: expected .*without a gradient"):
             flash_online.kvcache_attention(query, *caches, 3, rotary=rotary)
-        with pytest.raises(InvalidArgument, match=rf"^rotary\[{n}\]: requires a gradient"):
+        with pytest.raises(InvalidArgument, match=rf"^rotary\[{n}\]: expected .*without a gradient"):
             flash_online.cache_append(key, value, *caches, cache_seqlens=3, rotary=rotary)
     with torch.no_grad():
         flash_online.kvcache_attention(query, *caches, 3, rotary=(cos, sin))

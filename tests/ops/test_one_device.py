@@ -25,4 +25,4 @@ def test_operators_take_tensors_of_one_device(operator):
 def test_operators_name_the_tensor_that_is_elsewhere(operator, name):
     with pytest.raises(RuntimeError) as error:
         call(operator, name)
-    assert f"{PUBLIC_NAMES.get(name, name)}: must be on the device of " in str(error.value)
+    assert f"{PUBLIC_NAMES.get(name, name)}: expected the device of " in str(error.value)

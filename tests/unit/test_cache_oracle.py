@@ -1,5 +1,5 @@
-"""The oracle of cached attention beside loops over single numbers, torch's scaled_dot_product_attention and complex rotations;
-and the problems of cache_cases.py, which have to notice functions that are wrong."""
+"""The oracle of cached attention, compared with loops over single numbers, torch's scaled_dot_product_attention and complex
+rotations; and the problems of cache_cases.py, which have to notice wrong functions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def by_hand(query, keys, values, *, causal=True, window=NONE, left=0, scale=None
 
 
 class Scene:
-    """Sequences of random keys, in caches whose other rows are NaN.
+    """Sequences of random keys, in caches with NaN in all other rows.
 
     keys, values [B, Hkv, capacity, width] are the sequences by position; caches and the options `table` say where they lie.
     """
@@ -105,7 +105,7 @@ def sdpa(query, keys, values, mask):
     return torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
 
-# --- what is visible ---
+# --- visibility ---
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -549,7 +549,7 @@ def test_scales_are_not_rounded_to_the_dtype_of_the_query():
     assert torch.equal(out, (held.float() * scale[..., None, None]).bfloat16())
 
 
-# --- dtypes, sizes, what is left of the arguments ---
+# --- dtypes, sizes, other arguments ---
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -639,15 +639,15 @@ def test_arguments_that_do_not_fit():
     rows = scene.key[:, :, 0], scene.value[:, :, 0]
     wrong = {
         "key, value": lambda: scene(key=scene.key),
-        "key, value: .* expected": lambda: scene(key=rows[0], value=rows[1]),
-        "query: 3 dimensions": lambda: scene(scene.query[0]),
-        "block_table: 1 rows for 2": lambda: scene(scene.query.repeat(2, 1, 1, 1), lengths=1),
-        "rotary: cos and sin rotate 16": lambda: scene(rotary=(angles, angles)),
-        "cache_seqlens, slots": lambda: reference.cache_append(*rows, *scene.caches),
-        "cache_seqlens, slots: one": lambda: reference.cache_append(*rows, *scene.caches, slots=slots, cache_seqlens=1),
-        "slots: they replace": lambda: reference.cache_append(*rows, *scene.caches, slots=slots, block_table=scene.table),
-        "rotary: beside slots": lambda: reference.cache_append(*rows, *scene.caches, slots=slots, rotary=(angles, angles)),
-        "query: it is taken": lambda: reference.cache_append(*rows, *scene.caches, slots=slots, query=rows[0]),
+        "key, value: expected four": lambda: scene(key=rows[0], value=rows[1]),
+        "query: .*dimensions.*got 3": lambda: scene(scene.query[0]),
+        "block_table: expected 2 rows.*got 1": lambda: scene(scene.query.repeat(2, 1, 1, 1), lengths=1),
+        "rotary: expected .*got 16": lambda: scene(rotary=(angles, angles)),
+        "cache_seqlens, slots: .*none": lambda: reference.cache_append(*rows, *scene.caches),
+        "cache_seqlens, slots: .*both": lambda: reference.cache_append(*rows, *scene.caches, slots=slots, cache_seqlens=1),
+        "^slots: expected no": lambda: reference.cache_append(*rows, *scene.caches, slots=slots, block_table=scene.table),
+        "rotary: expected offsets": lambda: reference.cache_append(*rows, *scene.caches, slots=slots, rotary=(angles, angles)),
+        "query: expected None without rotary": lambda: reference.cache_append(*rows, *scene.caches, slots=slots, query=rows[0]),
     }
     for message, call in wrong.items():
         with pytest.raises(ValueError, match=message):
@@ -715,7 +715,7 @@ def test_varlen_attention_with_lengths_of_packed_keys():
 
 
 def accurate(query, *caches_and_lengths, out=None, return_lse=False, **options):
-    """A function that is right: the oracle, in float32 beside 16-bit inputs."""
+    """A function that is right: the oracle, in float32 for 16-bit inputs."""
     wide = query.to(reference.accumulator_dtype(query.dtype))
     result, lse = reference.kvcache_attention(wide, *caches_and_lengths, return_lse=True, **options)
     result = result.to(query.dtype) if out is None else out.copy_(result)
@@ -754,7 +754,7 @@ PROBLEM = CachedProblem(
 
 
 def with_options(**changes):
-    """accurate, but for options that are changed; an option changes by a function of its value, or becomes the value."""
+    """accurate, with some options changed: by a function of their value, or to another value."""
 
     def wrong(*args, **options):
         for name, change in changes.items():

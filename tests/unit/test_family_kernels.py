@@ -1,5 +1,5 @@
-"""The kernels of benchmarks/family, thread by thread on the host, against float64: what they compute, which thread holds what,
-and that a thread waits for what it reads. device_on_host/ has the fibers that stand for threads."""
+"""The kernels of benchmarks/family, thread by thread on the host, against float64: results, the data of
+each thread, and that a thread waits for its data. device_on_host/ has the fibers that stand for threads."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Algebra:
             return top, total, top + self.log(total)
 
     def tolerance(self, additions):
-        """Relative, for a sum of positive terms by that many additions in a row, whose errors are as good as random."""
+        """The relative tolerance of a sum of positive terms by that many additions in a row, with errors as good as random."""
         return self.eps * (8 + 4 * math.sqrt(additions))
 
     def check(self, state, row, tolerance=None):
@@ -70,7 +70,7 @@ def merged(*states):
     return result
 
 
-# A row of every kind whose sum has a meaning.
+# One row of every kind that has a meaningful sum.
 ROWS = {
     "one score": [0.5],
     "ascending, so that every score raises the maximum": np.arange(9) / 2.0,
@@ -146,7 +146,7 @@ def test_lengths(algebra, size, kind):
     ramp = np.linspace(-30, 30, size)
     values = {"ascending": ramp, "descending": -ramp, "equal": np.full(size, 7.0)}.get(kind)
     row = algebra.row(np.random.default_rng(size).standard_normal(size) * 5 if values is None else values)
-    # One by one the errors may all point the same way, once the terms are small beside the sum; by blocks they have no room to.
+    # One by one, all errors may have one sign, once the terms are small compared with the sum; by blocks they cannot.
     algebra.check(algebra.State(row), row, tolerance=algebra.eps * (8 + size))
     state = algebra.State()
     for begin in range(0, size, 1024):
@@ -258,7 +258,7 @@ def test_the_recurrence_starts_from_the_empty_set_not_from_the_first_score():
         assert _introspect.Float64.walk([first])[0] == (first, first, 1.0, 0.0)
 
 
-# ---- the three softmaxes side by side --------------------------------------------------------------------------------------
+# ---- the three softmaxes -----------------------------------------------------------------------------------------------------
 def softmaxes(algebra, row):
     results = {}
     for name in ("naive", "safe", "online"):
@@ -311,7 +311,7 @@ def test_rows_are_buffers_used_in_place_or_plain_sequences():
     for wrong in (np.float64([1, 2]), np.float32([[1, 2]]), np.float32([1, 2, 3, 4])[::2], "12", None):
         with pytest.raises((TypeError, ValueError, RuntimeError)):
             _introspect.Float32(wrong)
-    with pytest.raises(ValueError, match="out: 3 elements; accepted are as many as scores has, 2"):
+    with pytest.raises(ValueError, match="out: expected 2 elements, as many as scores has, got 3"):
         _introspect.Float32.safe_softmax([1, 2], np.zeros(3, np.float32))
     with pytest.raises(TypeError, match="out"):
         _introspect.Float32.safe_softmax([1, 2], [0, 0])

@@ -126,7 +126,7 @@ def test_causal_work_is_even(heads, row_tiles, ctas, run):
 
 @pytest.mark.parametrize("batch, heads, length, head_dim, tile_rows", [(5, 9, 1536, 128, 128), (1, 13, 5555, 128, 128)])
 def test_causal_work_of_odd_heads_is_even(batch, heads, length, head_dim, tile_rows, run):
-    """What is left of the heads after whole sections does not wait for a round of its own."""
+    """The heads left over after whole sections do not wait for a separate round."""
     ctas, problem = 132, dict(batch=batch, heads=heads, queries=length, keys=length, window="causal", offset=0)
     row_tiles, even, section, last = schedule_of(run, **problem, tile_rows=tile_rows, ctas=ctas, head_dim=head_dim, rounds=1)
     planes, work = batch * heads, np.zeros(ctas)
@@ -234,7 +234,7 @@ def test_listed_dense_tiles(batch, heads, rows, size, reversed_order, run):
 @pytest.mark.parametrize("size", [32, 64, 128])
 @pytest.mark.parametrize("name", [name for name in LENGTHS if name != "none"])
 def test_listed_packed_tiles(name, size, reversed_order, run):
-    """Every tile of every sequence once; what else is listed lies past the end of its sequence."""
+    """Every tile of every sequence once; all other listed tiles lie past the end of their sequence."""
     for seed, heads, spare in product(range(3), (1, 3), (0, 1000)):
         lengths = lengths_of(name, seed)
         starts = starts_of(lengths)
@@ -283,7 +283,7 @@ def cut_tiles(run, tiles, blocks, sms, head_dim):
 
 
 def time_of(items, sms, tile_cost):
-    """When the last of the SMs is done, which take the items in order."""
+    """The time when the last SM is done; SMs take the items in order."""
     free_at = [0] * sms
     for _, _, blocks, _ in items:
         heapq.heapreplace(free_at, free_at[0] + blocks + tile_cost)
@@ -406,7 +406,7 @@ def test_fused_batches(run):
             visits = [row for row in found[1 + tensors :] if row[1] == n]
             ours = [offset + i * step for _, _, offset, _ in visits for i in range(inner)]
             assert ours == addresses(sizes, tensor, stride)
-            # The first visit of a part of a tensor, and no other, is called the first.
+            # Only the first visit of a part of a tensor is flagged as the first.
             seen = set()
             for _, _, offset, first in visits:
                 part = frozenset(offset + i * step for i in range(inner))

@@ -1,4 +1,4 @@
-// New keys and values into a cache on the CPU, rotated and quantised on their way, and queries rotated alike.
+// Appends new keys and values to a cache on the CPU, rotated and quantised; rotates queries as well.
 #include "../../core/cache.h"
 #include "../kernels.h"
 #include "work_items.h"
@@ -38,7 +38,7 @@ void for_each_rotated(const AppendProblem& problem, const E* row, int64_t stride
   for (int64_t column = rest; column < columns; ++column) store(column, load(column));
 }
 
-// Writes one new row into the pool: E is its type, C that of the cache. The cache holds the row divided by `scale`.
+// Writes one new row of type E, divided by `scale`, into the pool, which has elements of type C.
 template <class E, class C>
 void store_row(const AppendProblem& problem, const ConstView4& from, int64_t batch, int64_t head, int64_t index,
                const MutableView4& to, int64_t block, int64_t row, int64_t columns, bool is_key, int64_t position,
@@ -52,7 +52,7 @@ void store_row(const AppendProblem& problem, const ConstView4& from, int64_t bat
   });
 }
 
-// Key and value of one new row into row `row` of a block. `sequence` names the scales.
+// Stores the key and value of one new row in row `row` of a block. `sequence` selects the scales.
 template <class E, class C>
 void store_key_and_value(const AppendProblem& problem, int64_t batch, int64_t head, int64_t index, int64_t sequence,
                          int64_t block, int64_t row, int64_t position) {
@@ -116,7 +116,7 @@ void rotate_queries(const AppendProblem& problem, const Executor& executor) {
       rotate(packed ? 0 : n, head, rows.begin + i, first + (problem.queries_advance ? i : 0), true);
   });
   if (!problem.query_starts) return;
-  for_each_item(executor, problem.batch + 1, [&](int64_t n, std::byte*) {  // rows of no sequence stay as they are
+  for_each_item(executor, problem.batch + 1, [&](int64_t n, std::byte*) {  // padding rows are copied without rotation
     const Rows rows = padding_rows(problem.query_starts, problem.batch, n, problem.queries, problem.total_queries);
     for (int64_t head = 0; head < problem.query_heads; ++head)
       for (int64_t i = 0; i < rows.count; ++i) rotate(0, head, rows.begin + i, 0, false);

@@ -15,14 +15,14 @@
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
-// Whether delta has to be exact: where a gradient adds up whole rows of score gradients (that of sinks, and of a mask that all
-// keys share), and where a mask gets score gradients themselves, and `out` was rounded to 16 bits.
+// Returns whether delta has to be exact: if a gradient adds up whole rows of score gradients (of sinks, or of a mask that all
+// keys share), or if a mask gets the score gradients themselves and `out` was rounded to 16 bits.
 template <class E>
 bool needs_exact_delta(const AttentionGradients& gradients) {
   return gradients.grad_sinks || (gradients.grad_mask.data && (sizeof(E) == 2 || gradients.mask_size[3] == 1));
 }
 
-// For the rows of a tile that have a large lse: computes their maxima, and the rest of their lse, from scores in double.
+// Computes maxima and the rest of lse, from scores in double, for the rows of a tile that have a large lse.
 template <class E>
 __attribute__((noinline)) void fill_row_statistics(const AttentionProblem& problem, const AttentionGradients& gradients,
                                                    const QueryTile& query, GradientScratch<E>& tile) {
@@ -56,9 +56,9 @@ __attribute__((noinline)) void fill_row_statistics(const AttentionProblem& probl
   }
 }
 
-// Writes delta of a tile of queries, as grad_out . out, which equals the sum over keys of weight * grad_weight except for the
-// rounding of out. Over a whole row of score gradients that rounding does not average out (without sinks they sum to 0). Where
-// it counts, the sum over the keys is taken, at the cost of two more matmuls.
+// Writes delta of a tile of queries as grad_out . out, which equals the sum over keys of weight * grad_weight except for the
+// rounding of out. In the sum of a whole row of score gradients (0 without sinks) that rounding does not average out. There
+// delta is computed as the sum over the keys, for two more matmuls.
 template <class E>
 void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryTile& query,
                 std::byte* scratch) {
@@ -135,12 +135,12 @@ int64_t kv_groups(const AttentionProblem& problem) { return std::gcd(problem.key
 
 constexpr int64_t kMaxSpanKeys = 4 * kKeys;
 
-// How many keys a work item owns: many, since each item loads all queries again, but few enough that there are items for every
-// thread. The sequence's number of keys alone decides, as the order of sums depends on it: the gradients of a head must not
-// depend on how many heads or sequences are beside it.
+// The number of keys that a work item owns: many, since each item loads all queries again, but few enough that every thread
+// gets an item. It depends on the sequence's number of keys alone, as it sets the order of sums: the gradients of a head must
+// not depend on the number of heads or sequences in a call.
 int64_t span_of(const AttentionProblem& problem) { return std::clamp(round_up(problem.keys, kKeys), kKeys, kMaxSpanKeys); }
 
-// Whether one work item has all keys that the tile's queries see. It then knows the row sums before it uses any gradient.
+// Returns whether one work item has all keys that the tile's queries see. It then knows the row sums before it uses a gradient.
 bool is_in_one_span(const AttentionProblem& problem, const QueryTile& query) {
   const KeyRange range = keys_of_any(problem.visible, query.first, query.end(), problem.keys);
   const int64_t span = span_of(problem);
@@ -152,12 +152,12 @@ TileList key_spans(const AttentionProblem& call, ScratchAllocator& allocator) {
                   [](const SequenceProblem& sequence) { return ceil_div(sequence.problem.keys, span_of(sequence.problem)); });
 }
 
-// What is accumulated for a tile of queries, and how many numbers that takes.
+// The sums that are accumulated for a tile of queries, and their size.
 template <class A>
 struct DqTile {
   A* grad_query;  // [padded(head_dim), kQueries]
   A* excess;  // [kQueries], see excess_of_row_sums; row sums, until store_dq
-  A *key_sum, *key_count;  // [padded(head_dim)], [1]: the sum of some of the keys that the queries see, and of how many
+  A *key_sum, *key_count;  // [padded(head_dim)], [1]: the sum of some of the keys that the queries see, and their count
 
   DqTile(const AttentionProblem& problem, A* data)
       : grad_query(data),
@@ -341,7 +341,7 @@ RowMatrix<Operand<E>> right_operand_rows(const ConstView4& view, const QueryTile
   return {copy, pitch};
 }
 
-// Adds what one tile of scores contributes to the gradients of its keys and values, and to grad_query, that of its queries.
+// Adds the contributions of one tile of scores to the gradients of its keys and values, and to grad_query.
 template <class E>
 void add_gradients(const AttentionProblem& problem, const QueryTile& query, int64_t count, int64_t key_in_span, bool first,
                    RowMatrix<Operand<E>> key, RowMatrix<Operand<E>> query_rows, RowMatrix<Operand<E>> grad_out_rows,
@@ -375,7 +375,7 @@ void add_gradients(const AttentionProblem& problem, const QueryTile& query, int6
   }
 }
 
-// Paired: the span's keys as columns, the left operand of dQ.
+// Paired operands: loads the span's keys as columns, the left operand of dQ.
 template <class E>
 FLASH_ONLINE_INLINE void load_key_columns(const AttentionProblem& problem, int64_t batch, int64_t key_head, int64_t start,
                                           int64_t end, const BackwardScratch<E>& tile) {
@@ -389,7 +389,7 @@ FLASH_ONLINE_INLINE void load_key_columns(const AttentionProblem& problem, int64
   }
 }
 
-// What a work item has of one head: operands, and where its sums are.
+// The operands of a work item for one head, and the addresses of its sums.
 template <class E>
 struct SpanHead {
   using A = Accumulator<E>;
@@ -398,7 +398,7 @@ struct SpanHead {
   A *grad_key, *grad_value;
 };
 
-// Sums the keys [begin, begin + count). What all keys have in common is then known without a look at keys that are hidden.
+// Sums the keys [begin, begin + count). store_dq then knows a mean of the keys without reading hidden keys.
 template <class E, class A = Accumulator<E>>
 void sum_keys(const AttentionProblem& problem, const SpanHead<E>& head, int64_t begin, int64_t count, const DqTile<A>& dq) {
   const Operand<E>* key = head.keys.data + (begin - head.start) * head.keys.pitch;
@@ -407,9 +407,9 @@ void sum_keys(const AttentionProblem& problem, const SpanHead<E>& head, int64_t 
   *dq.key_count = static_cast<A>(count);
 }
 
-// Adds what one tile of queries contributes to the gradients of a span's keys and values, and computes tile.grad_query, the
-// span's share of the gradients of the queries. Returns false if no key of the span is visible. Where all keys that the queries
-// see are in the span, all tiles of scores are computed before any is used, and delta is corrected by the sums over their rows.
+// Adds the contributions of one tile of queries to the gradients of a span's keys and values, and computes tile.grad_query, the
+// span's share of the queries' gradients. Returns false if no key of the span is visible. If the span has all keys that the
+// queries see, all tiles of scores are computed before any is used, and delta is corrected by their row sums.
 template <class E>
 bool add_query_tile(const AttentionProblem& problem, const AttentionGradients& gradients, const MaskGradients<E>& mask,
                     const QueryTile& query, KeyRange range, const SpanHead<E>& head, const BackwardScratch<E>& tile) {
@@ -525,8 +525,8 @@ void backward_span(const SequenceProblem& sequence, const AttentionGradients& gr
                   matrix_of<E>(gradients.grad_value, batch, group * value_heads + h, start));
 }
 
-// Writes the gradients of a tile of queries. Score gradients that should sum to 0 but do not give dQ an error in the direction
-// of what the keys have in common, which may be large; taking the excess times a mean of keys from dQ removes it.
+// Writes the gradients of a tile of queries. If score gradients should sum to 0 but do not, dQ has an error along the mean of
+// the keys, which may be large; subtracting the excess times a mean of keys removes the error.
 template <class E>
 void store_dq(const AttentionProblem& problem, const AttentionGradients& gradients, const DqAccumulator<E>& dq_accum,
               int64_t tile, const QueryTile& query) {
@@ -540,7 +540,7 @@ void store_dq(const AttentionProblem& problem, const AttentionGradients& gradien
   }
   const DqTile<A> dq(problem, dq_accum.accum + tile * dq_accum.tile_size);
   A* accum = dq.grad_query;
-  // Behind a score modification the gradients of a row's scores have no sum that is known.
+  // With a score modification, the sum of a row's score gradients is unknown.
   if (*dq.key_count > 0 && !ScoreMod::has_derivative(problem)) {
     A excess[kQueries];
     excess_of_row_sums(problem, gradients, query, dq.excess, excess);
@@ -734,7 +734,7 @@ void backward_heads(const AttentionProblem& call, const AttentionGradients& give
   }
 }
 
-// Whether any group of heads has tiny gradients.
+// Returns whether any group of heads has tiny gradients.
 bool has_any_tiny_gradients(const AttentionProblem& call, const AttentionGradients& gradients) {
   for (int64_t n = 0; n < call.batch; ++n) {
     const SequenceProblem sequence(call, n);

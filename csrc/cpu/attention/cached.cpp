@@ -1,9 +1,9 @@
-// Attention over cached keys on the CPU, for few queries per sequence: keys and values are read where they lie, page by page,
-// and once for all queries of the heads that share them. The head dim is in the lanes of vectors. Each query's arithmetic is
-// its own, in the order of the keys, so that its result depends neither on other queries nor on the pages' places.
+// Attention over cached keys on the CPU, for few queries per sequence. Keys and values are read in place, page by page, and
+// once for all queries of the heads that share them. Vectors run along the head dim. A query's arithmetic follows the order of
+// the keys, so that its result depends neither on other queries nor on the addresses of pages.
 //
-// A work item is some queries of one sequence and key head, over one piece of its keys (FlashDecoding: pieces run side by side
-// and merge afterwards). A sequence is cut by its own length alone.
+// A work item is some queries of one sequence and key head, over one piece of its keys (FlashDecoding: pieces run in parallel
+// and are merged afterwards). The pieces of a sequence depend on its own length alone.
 #include "../../core/cache.h"
 #include "../kernels.h"
 #include "work_items.h"
@@ -18,7 +18,7 @@ constexpr int64_t kKeysPerPiece = 512, kMaxPieces = 64;  // where the kernel cho
 constexpr int64_t kKeysPerSum = 512;
 constexpr int64_t kManyRows = 16;  // a sequence with more queries per key head fills the machine without pieces
 
-// The sum of each of n = kLanes vectors, in one vector.
+// Adds up the lanes of each of n = kLanes vectors; v[0] gets the sums.
 template <class A, int n, size_t... Lane>
 FLASH_ONLINE_INLINE void add_neighbours(Vector<A>* v, std::index_sequence<Lane...>) {
   constexpr int lanes = kLanes<A>;
@@ -33,8 +33,8 @@ FLASH_ONLINE_INLINE Vector<A> sums_of(Vector<A> (&v)[kLanes<A>]) {
   return v[0];
 }
 
-// What a call's items are: those of sequence n come before those of n + 1. Partial results have a place for each query and
-// piece of the sequences that are cut into several.
+// The items of a call, sequence by sequence. If a sequence is cut into several pieces, each of its queries has a partial result
+// per piece.
 struct CachedItems {
   int64_t *first_item, *first_part;  // [batch + 1]
 
@@ -52,7 +52,7 @@ struct CachedItems {
     return ceil_div(call.heads / call.key_heads * sequence.queries.count, kRows);
   }
 
-  // Numbers the items; returns how many partial results there are, as does the measure of memory.
+  // Numbers the items; returns the number of partial results, which cached_memory needs as well.
   template <class Set>
   static int64_t count(const AttentionProblem& call, const Set& set) {
     int64_t items = 0, parts = 0;
@@ -68,16 +68,16 @@ struct CachedItems {
   }
 };
 
-// The type of a row's maximum: that of the widest scores.
+// The type of a row's maximum, which is the type of the widest scores.
 template <class E>
 using Maximum = std::conditional_t<sizeof(E) == 2, float, double>;
 template <class E>
 using CachedState = OnlineSoftmax<Accumulator<E>, FastNatural, Maximum<E>>;
 
-// A query of an item, and its state.
+// A query of an item, and its keys.
 struct Row {
   int64_t head, query;
-  int64_t begin, end;  // the keys that it sees
+  int64_t begin, end;  // the keys that the query sees
 };
 
 template <class E>
@@ -89,7 +89,7 @@ struct CachedScratch {
   Maximum<E>* max;  // [kRows]
   A* sum;  // [kRows, kLanes]
   A* out;  // [kRows, padded(head_dim_v)]
-  // The sums over keys before those of `out` and `sum`, and what rounding dropped of them; of the same shapes
+  // The sums over the keys before the keys of `out` and `sum`, and their rounding errors; of the same shapes
   A *out_total, *out_low, *sum_total, *sum_low;
   A *key, *value;  // [kBlock, padded]: copies of what cannot be read in place
   std::byte* zeros;
@@ -109,7 +109,7 @@ struct CachedScratch {
   }
 };
 
-// The rows of a block of keys, or of values, by pointer: in the pool, in a copy, or zeros.
+// Pointers to the rows of a block of keys or values: in the pool, in a copy, or zeros.
 template <class K>
 struct BlockRows {
   const K* row[kBlock];
@@ -138,12 +138,12 @@ FLASH_ONLINE_INLINE void multiply_keys(const A* query, int64_t pitch, int64_t co
   }
 }
 
-// out[r] += sum of weights[r][k] value k over keys [begin, end) of the block, for kCount queries; the sum is in the order of
-// the keys and added at its end.
+// out[r] += sum of weights[r][k] value k over keys [begin, end) of the block, for kCount queries. The sum follows the order of
+// the keys and is added to out at its end.
 template <int kCount, class K, class A>
 FLASH_ONLINE_INLINE void multiply_values(const A* weights, const BlockRows<K>& values, int64_t begin, int64_t end,
                                          int64_t pitch, int64_t columns, A* out) {
-  // Vectors at a time: a sum waits for the sum of the key before, so that as many run side by side as there are registers for.
+  // Vectors at a time. Each addition waits for the previous key's, so as many sums run in parallel as registers allow.
   constexpr int kColumns = (kVectorBytes == 64 ? 8 : 4) / kCount;
   int64_t e = 0;
   const auto some_columns = [&]<int n>(std::integral_constant<int, n>) FLASH_ONLINE_LAMBDA_INLINE {
@@ -176,19 +176,19 @@ FLASH_ONLINE_INLINE void in_groups(int64_t rows, const F& f) {
   if (r < rows) f(std::integral_constant<int, 1>(), r);
 }
 
-// An item, but for its place: `rows` queries of a sequence over keys [begin, end) of it, numbered from the first one that may
-// be seen.
+// An item without its index: `rows` queries of a sequence over its keys [begin, end), counted from the first key that may be
+// seen.
 struct CachedItem {
   Sequence sequence;
   int64_t n, key_head, rows, begin, end;
 };
 
-// Where the keys of a block lie: row row[k] of block block[k] of the pool, or nowhere, where that is -1.
+// The places of a block's keys: row row[k] of block block[k] of the pool, or nowhere if block[k] is -1.
 struct BlockPlaces {
   int64_t block[kBlock], row[kBlock];
 };
 
-// Those of keys [first, first + kBlock) of an item; nowhere for those outside of it.
+// Finds the places of keys [first, first + kBlock) of an item; keys outside of the item are nowhere.
 inline BlockPlaces find_places(const CacheView& cache, const CachedItem& item, int64_t first) {
   BlockPlaces places;
   std::fill_n(places.block, kBlock, int64_t{-1});
@@ -204,7 +204,7 @@ inline BlockPlaces find_places(const CacheView& cache, const CachedItem& item, i
   return places;
 }
 
-// The rows of keys (or values) at these places: in the pool, or in `copy` where they are not read in place; zeros for nowhere.
+// Finds the rows of keys (or values) at these places: in the pool, or in `copy` if not read in place; zeros for nowhere.
 template <class C, class K, bool kInPlace, class A>
 void find_rows(const ConstView4& view, int64_t key_head, const BlockPlaces& places, int64_t head_dim, const std::byte* zeros,
                A* copy, BlockRows<K>& to) {
@@ -223,7 +223,7 @@ void find_rows(const ConstView4& view, int64_t key_head, const BlockPlaces& plac
   }
 }
 
-// Asks for rows before they are read: a block is shorter than what a processor takes to notice that rows follow one another.
+// Prefetches rows: a block is too short for the hardware prefetcher to notice that rows follow one another.
 template <class K>
 FLASH_ONLINE_INLINE void prefetch(const BlockRows<K>& rows, int64_t columns) {
   constexpr int64_t kLine = 64 / sizeof(K);
@@ -231,7 +231,7 @@ FLASH_ONLINE_INLINE void prefetch(const BlockRows<K>& rows, int64_t columns) {
     for (int64_t e = 0; e < columns; e += kLine) __builtin_prefetch(rows.row[k] + e);
 }
 
-// Whether keys [first + l, first + l + lanes) are not all seen by a query.
+// Returns whether any of the keys [first, first + lanes) is hidden from a query.
 FLASH_ONLINE_INLINE bool has_hidden(const Row& row, int64_t first, int64_t lanes) {
   return first < row.begin || first + lanes > row.end;
 }
@@ -269,7 +269,7 @@ FLASH_ONLINE_INLINE Score largest_of(const Score* score) {
   return reduce(largest, [](auto a, auto b) __attribute__((always_inline)) { return maximum(a, b); });
 }
 
-// Calls f(sum, total, low, count) for the sums of row r of an item: of its weights, kLanes of them, and of its output.
+// Calls f(sum, total, low, count) for the sums of row r of an item: the kLanes sums of its weights, and its output.
 template <class E, class F>
 FLASH_ONLINE_INLINE void for_each_sum(const CachedScratch<E>& tile, int64_t r, int64_t pitch_v, const F& f) {
   const int64_t lanes = r * padded(1), row = r * pitch_v;
@@ -277,9 +277,9 @@ FLASH_ONLINE_INLINE void for_each_sum(const CachedScratch<E>& tile, int64_t r, i
   f(tile.out + row, tile.out_total + row, tile.out_low + row, pitch_v);
 }
 
-// Turns the scores of a block into weights, and its query's state into that of all keys so far. `sum` holds kLanes sums;
-// rescale(factor) moves them, and all that goes with them, to another maximum. A maximum of scores in double is no float, and
-// from then on all scores are subtracted in double.
+// Turns the scores of a block into weights and adds them to the query's state. `sum` holds kLanes sums; rescale(factor) moves
+// them and the output to another maximum. If the maximum comes from scores in double and is no float, all differences from it
+// are taken in double from then on.
 template <class A, class Score, class Max, class Rescale>
 FLASH_ONLINE_INLINE void absorb_scores(const Score* score, A* weights, Max& max, A* sum, const Rescale& rescale) {
   const Max block_max = largest_of(score);
@@ -303,7 +303,7 @@ FLASH_ONLINE_INLINE void absorb_scores(const Score* score, A* weights, Max& max,
   store_vector(sum, state.sum);
 }
 
-// Whether a product that the query sees is infinite in float, scaled or not.
+// Returns whether a product that the query sees is infinite in float, scaled or not.
 inline bool any_overflows(const Row& row, int64_t first, const float* product, float scale) {
   for (int64_t k = 0; k < kBlock; ++k)
     if (std::abs(product[k] * scale) == -lowest<float>() && is_seen(row, first + k)) return true;
@@ -311,11 +311,11 @@ inline bool any_overflows(const Row& row, int64_t first, const float* product, f
 }
 
 // Large scores of float inputs are computed again in double, since the exponential turns the absolute error of a score, which
-// grows with the score, into the relative error of a weight. Each query decides for itself, by the keys that it sees.
-// `product` holds the products of a block, `scores` what they became: -inf for keys that it does not see.
+// grows with the score, into the relative error of a weight. The decision is per query, by the keys that it sees. `product`
+// holds the products of a block, `scores` the scores made of them: -inf for keys that the query does not see.
 FLASH_ONLINE_INLINE bool needs_double(const Row& row, int64_t first, const float* product, const float* scores, float scale,
                                       float max) {
-  // The logarithm of a weight that does not count, whatever rounding did to a score; see compute_scores
+  // kNegligible: the logarithm of a negligible weight, whatever rounding did to a score; see compute_scores
   constexpr float kLarge = 5, kNegligible = -9.2f, kRoundingOfScore = 0x1p-10f;
   const float infinity = -lowest<float>();
   const auto magnitude = [](Vector<float> x) __attribute__((always_inline)) { return x < 0 ? -x : x; };
@@ -329,7 +329,7 @@ FLASH_ONLINE_INLINE bool needs_double(const Row& row, int64_t first, const float
   const float rounding = kRoundingOfScore * maximum(of_all, std::abs(max));
   const float top = largest_of(scores);
   if (of_all > kLarge && top > max + kNegligible - rounding) return true;
-  // Where other scores are not among the largest floats, one of -inf weighs nothing, whether it overflowed or not.
+  // Unless other scores are among the largest floats, a score of -inf has weight 0, whether it overflowed or not.
   constexpr float kMayOverflow = 0x1p100f;
   return (std::abs(top) == infinity || of_all > kMayOverflow) && any_overflows(row, first, product, scale);
 }
@@ -349,7 +349,7 @@ void multiply_keys_in_double(const float* query, int64_t columns, const BlockRow
   }
 }
 
-// The weights of a block for row r of an item, from its products.
+// Computes the weights of a block for row r of an item from its products.
 template <class E, class K>
 FLASH_ONLINE_INLINE void absorb_block(const AttentionProblem& problem, const CachedItem& item, const CachedScratch<E>& tile,
                                       int64_t r, int64_t first, const BlockRows<K>& keys, int64_t columns, double scale,
@@ -385,7 +385,7 @@ FLASH_ONLINE_INLINE void absorb_block(const AttentionProblem& problem, const Cac
   absorb_scores<A, A>(weights, weights, max, sum, rescale);
 }
 
-// Raises the states and outputs of an item's rows by its keys. C is the element type of the cache.
+// Adds an item's keys to the states and outputs of its rows. C is the element type of the cache.
 template <class E, class C, bool kInPlace>
 void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const CachedScratch<E>& tile) {
   using A = Accumulator<E>;
@@ -395,7 +395,7 @@ void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const 
   const int64_t columns = kInPlace ? problem.head_dim : pitch, columns_v = kInPlace ? problem.head_dim_v : pitch_v;
   const double scale = problem.scale * scale_of(cache.key_scale, cache.key_scale_stride, item.n, item.key_head);
   int64_t begin = item.end, end = item.begin;
-  bool edge = false;  // whether any row sees other keys than the first one
+  bool edge = false;  // whether any row sees other keys than the first row
   for (int64_t r = 0; r < item.rows; ++r) {
     const Row& row = tile.rows[r];
     begin = std::min(begin, row.begin), end = std::max(end, row.end);
@@ -436,7 +436,7 @@ void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const 
     places = find_places(cache, item, first + kBlock);
     find_keys(places, keys);
     if constexpr (kInPlace) prefetch(keys, columns);
-    // A value that a query does not see must not meet its weight of 0, since it may be NaN.
+    // A hidden value must not be multiplied by its weight of 0, since it may be NaN.
     const auto multiply = [&](auto count, int64_t r) FLASH_ONLINE_LAMBDA_INLINE {
       const int64_t from = std::clamp(std::max(tile.rows[r].begin, item.begin) - first, int64_t{0}, kBlock),
                     to = std::clamp(std::min(tile.rows[r].end, item.end) - first, int64_t{0}, kBlock);
@@ -453,7 +453,7 @@ void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const 
     for_each_sum(tile, r, pitch_v, [](A* sums, A* total, A* low, int64_t count) { join_parts(total, low, sums, count); });
 }
 
-// Whether whole vectors of a row can be read where they lie.
+// Returns whether whole vectors of a row can be read in place.
 template <class E>
 bool is_readable_in_place(const ConstView4& view, int64_t head_dim) {
   return view.stride[3] == 1 && head_dim % kLanes<Accumulator<E>> == 0;
@@ -468,7 +468,7 @@ void absorb_cached_keys(const AttentionProblem& problem, const CachedItem& item,
   absorb_keys<E, E, false>(problem, item, tile);
 }
 
-// Where the results of a query go.
+// The addresses of a query's results.
 template <class E>
 struct Destination {
   Matrix<E> out;  // one row
@@ -486,13 +486,13 @@ struct Destination {
   void store(const CachedState<E>& state, A value_scale, const A* row, int64_t head_dim) const {
     const A factor = state.inverse_sum_or_zero() * value_scale;
     for (int64_t e = 0; e < head_dim; ++e) out.data[e * out.column_stride] = narrow<E>(row[e] * factor);
-    // In double, since the logarithm's rounding comes on top of the sum's.
+    // In double, since the rounding of the logarithm adds to the rounding of the sum.
     if (lse) *lse = static_cast<A>(OnlineSoftmax<double, FastNatural>{state.max, state.sum}.lse());
   }
 };
 
-// A partial result: a query's state over one piece of the keys, and the output row that goes with it, [max, sum, out...]. `max`
-// may take the room of two numbers.
+// A partial result: the state and output row of a query over one piece of the keys, [max, sum, out...]. `max` may take two
+// elements.
 constexpr int64_t kPartHead = 3;
 constexpr int64_t part_pitch(int64_t head_dim) { return round_up(head_dim + kPartHead, 16); }
 template <class E>
@@ -508,7 +508,7 @@ CachedState<E> load_state(const Accumulator<E>* part) {
   return state;
 }
 
-// A work item: the states of some queries over one piece of their keys, and their results where this is the only piece.
+// Runs a work item: computes the states of some queries over one piece of their keys, or their results if there is one piece.
 template <class E>
 void attend_cached(const AttentionProblem& call, const CachedItems& items, Accumulator<E>* parts, int64_t n, int64_t index,
                    std::byte* scratch) {
@@ -529,7 +529,7 @@ void attend_cached(const AttentionProblem& call, const CachedItems& items, Accum
   std::fill_n(tile.out, item.rows * pitch_v, A(0));
   std::fill_n(tile.sum, item.rows * padded(1), A(0));
   for (int64_t r = 0; r < item.rows; ++r) {
-    // The heads of a group are outermost: neighbours see equal keys, but for the last ones.
+    // The heads of a group are outermost: neighbouring rows see the same keys except for the last ones.
     const int64_t head = item.key_head * group + (first_row + r) / queries, query = (first_row + r) % queries;
     const KeyRange seen = keys_of(item.sequence.visible, query, item.sequence.keys.count);
     tile.rows[r] = {head, query, seen.begin, std::max(seen.begin, seen.end)};
@@ -559,7 +559,7 @@ void attend_cached(const AttentionProblem& call, const CachedItems& items, Accum
   }
 }
 
-// The results of one head of a sequence that was cut into pieces: its sink, then the pieces in ascending order.
+// Merges one head of a sequence that was cut into pieces: its sink, then the pieces in ascending order.
 template <class E>
 void merge_pieces(const AttentionProblem& call, const CachedItems& items, const Accumulator<E>* parts, int64_t n, int64_t head,
                   std::byte* scratch) {
@@ -586,7 +586,7 @@ void merge_pieces(const AttentionProblem& call, const CachedItems& items, const 
   }
 }
 
-// The results of packed queries that no sequence has, or that a sequence does not use: 0, and the lse of an empty row.
+// Sets the results of padding rows, and of queries that a sequence does not use, to 0 and to the lse of an empty row.
 template <class E>
 void clear_unused(const AttentionProblem& call, int64_t n) {
   using A = Accumulator<E>;

@@ -12,8 +12,8 @@ namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
 // Keys and values as operands of the matmuls: the tensors themselves where possible, else copies that all tiles of queries
-// share. Paired values are copied as blocks of kKeys keys, each transposed to [padded(head_dim_v), kKeys]. With `by_tile` there
-// are no copies here: each tile makes its own, for calls of few heads that must not need more memory.
+// share. Paired values are copied as blocks of kKeys keys, each transposed to [padded(head_dim_v), kKeys]. With `by_tile` each
+// tile makes its own copies instead, for calls of few heads that must not need more memory.
 template <class E>
 struct KeyValueOperands {
   using F = Operand<E>;
@@ -75,8 +75,8 @@ void copy_key_block(const SequenceProblem& sequence, const KeyValueOperands<E>& 
   }
 }
 
-// The number of keys in one sum of weights and values; the sums are then added up, see add_part. Where ALiBi decides the order,
-// the keys after the first block are in sums of their own.
+// The number of keys in one sum of weights and values; the sums are then added up, see add_part. With ALiBi, which sets the
+// order of keys, the keys after the first block have separate sums.
 constexpr int64_t kKeysPerSum = 2048;
 inline bool has_several_sums(const AttentionProblem& problem) { return problem.keys > kKeysPerSum || problem.alibi_slopes; }
 inline int64_t sum_of_block(const AttentionProblem& problem, int64_t begin, int64_t start_key) {
@@ -89,12 +89,12 @@ struct ForwardScratch : ScoreTile<E> {
   using F = Operand<E>;
   F* weight_pairs;  // [kKeys / 2, kQueries] pairs
   A* out;  // [padded(head_dim_v), kQueries]
-  // [kQueries]: the states; what the output so far is multiplied by; what is subtracted from scores
+  // [kQueries]: the states; the factor of the output so far; the number subtracted from scores
   A *max, *sum, *rescale, *shift;
   bool* has_double_max;  // [kQueries]: whether the state's maximum is double_max, since it is no float
   double* double_max;
   A* dropout_factor;  // [kKeys, kQueries]
-  // The sums over keys before those of `out` and `sum`, and what rounding dropped of them: [padded(head_dim_v), kQueries] each,
+  // The sums over the keys before the keys of `out` and `sum`, and their rounding errors: [padded(head_dim_v), kQueries] each,
   // [kQueries] each
   A *out_total, *out_low, *sum_total, *sum_low;
   F *key_buffer, *value_buffer;  // `by_tile`: copies of a block, [kKeys, head_dim], [kKeys, head_dim_v]
@@ -110,7 +110,7 @@ struct ForwardScratch : ScoreTile<E> {
     has_double_max = allocator.take<bool>(kQueries);
     double_max = allocator.take<double>(kQueries);
     dropout_factor = allocator.take<A>(problem.dropout > 0 ? kKeys * kQueries : 0);
-    // Taken for few keys too, which do not use them: scratch depends on the widths alone.
+    // Allocated for few keys too, which do not use them: scratch depends on the widths alone.
     out_total = allocator.take<A>(padded(problem.head_dim_v) * kQueries);
     out_low = allocator.take<A>(padded(problem.head_dim_v) * kQueries);
     sum_total = allocator.take<A>(kQueries);
@@ -120,7 +120,7 @@ struct ForwardScratch : ScoreTile<E> {
   }
 };
 
-// A state whose maximum is in double, as scores may be.
+// A state with a maximum in double, as scores may be.
 template <class A>
 using DoubleState = OnlineSoftmax<A, FastNatural, double>;
 
@@ -175,8 +175,8 @@ bool absorb_block(const AttentionProblem& problem, const QueryTile& query, int64
   for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
     const State state{load_vector(tile.shift + l), load_vector(tile.sum + l)};
     const Vector<A> deferred_scale = load_vector(tile.deferred_scale + l);
-    // Four sums, so that no addition waits for the previous one. The key alone says to which of them its weight goes: a block
-    // may end with the last key of the tile's last query, which must not change the others' order of sums.
+    // Four sums, so that no addition waits for the previous one. The key alone selects the sum of its weight: a block may end
+    // with the last key of the tile's last query, which must not change the order of sums of other queries.
     Vector<A> partial_sum[4] = {};
     A* score = tile.score + l;
     const auto exp_scores = [&](int64_t k, int lane) {
@@ -220,7 +220,7 @@ bool absorb_block(const AttentionProblem& problem, const QueryTile& query, int64
   return needs_rescale;
 }
 
-// Sets the states of all queries to that of the head's sink, or of an empty row.
+// Sets the states of all queries to the state of the head's sink, or of an empty row.
 template <class E>
 FLASH_ONLINE_INLINE void start_states(const AttentionProblem& problem, const QueryTile& query, const ForwardScratch<E>& tile) {
   using A = Accumulator<E>;
@@ -231,13 +231,13 @@ FLASH_ONLINE_INLINE void start_states(const AttentionProblem& problem, const Que
   std::fill_n(tile.has_double_max, kQueries, false);
 }
 
-// The sums of a tile over the keys before those of `out` and `sum`.
+// The sums of a tile over the keys before the keys of `out` and `sum`.
 template <class E>
 class EarlierSums {
   using A = Accumulator<E>;
 
  public:
-  // Of `rows` columns of values and `lanes` queries.
+  // The sums cover `rows` columns of values and `lanes` queries.
   EarlierSums(int64_t rows, int64_t lanes, const ForwardScratch<E>& tile) : tile_(tile), rows_(rows), lanes_(lanes) {}
 
   // Moves `out` and `sum` here; the next block overwrites `out`.
@@ -252,14 +252,14 @@ class EarlierSums {
     add_parts(tile_.sum_total, tile_.sum_low, tile_.sum, lanes_);
     std::fill_n(tile_.sum, lanes_, A(0));
   }
-  // Moves all that is here to the states' new maxima.
+  // Rescales all sums to the states' new maxima.
   void rescale() {
     if (!any_) return;
     for (int64_t i = 0; i < rows_ * kQueries; i += kQueries)
       for (A* data : {tile_.out_total, tile_.out_low}) scale_by(tile_.rescale, data + i, lanes_);
     for (A* data : {tile_.sum_total, tile_.sum_low}) scale_by(tile_.rescale, data, lanes_);
   }
-  // Adds everything up in `out` and `sum`.
+  // Adds all sums to `out` and `sum`.
   void finish() {
     if (!any_) return;
     for (int64_t i = 0; i < rows_ * kQueries; i += kQueries)
@@ -294,7 +294,7 @@ FLASH_ONLINE_INLINE void store_results(const AttentionProblem& problem, const Qu
                       matrix_of<E>(problem.out, query.batch, query.head, query.first));
 }
 
-// A work item: the results of one tile of queries.
+// Runs a work item: computes the results of one tile of queries.
 template <class E>
 void forward_tile(const SequenceProblem& sequence, const KeyValueOperands<E>& operands, const QueryTile& query,
                   std::byte* scratch, bool by_tile) {
@@ -316,7 +316,7 @@ void forward_tile(const SequenceProblem& sequence, const KeyValueOperands<E>& op
   int64_t sum_index = -1;
   const KeyRange range = keys_of_any(problem.visible, query.first, query.end(), problem.keys);
   // ALiBi's scores fall with the distance. Visiting the nearest keys first shows early that the scores of far keys are small.
-  // All queries of a tile stand in one block of positions (see ForwardTiles), so that each has the order it has in any call.
+  // All queries of a tile are in one block of positions (see ForwardTiles), so that a query has the same order in any call.
   const int64_t start_key = problem.alibi_slopes ? query.first + problem.visible.offset : 0;
   for_each_key_block(range, 0, problem.keys, start_key, [&](int64_t begin, int64_t count) {
     if (!load_mask(problem, query, begin, count, tile.mask)) return;
@@ -362,7 +362,7 @@ void forward_tile(const SequenceProblem& sequence, const KeyValueOperands<E>& op
   store_results(problem, query, tile);
 }
 
-// The results of padding rows of a packed call, which no sequence owns: 0, and the lse of an empty row.
+// Sets the results of padding rows of a packed call: 0, and the lse of an empty row.
 template <class E>
 void forward_padding(const AttentionProblem& call, int64_t index) {
   using A = Accumulator<E>;
@@ -374,8 +374,8 @@ void forward_padding(const AttentionProblem& call, int64_t index) {
   }
 }
 
-// The tiles of the forward pass. Where the order of key blocks goes by position (ALiBi), tiles are cut at multiples of kQueries
-// of the position, not of the query's index: the order, and with it the rounding, is then that of the position alone.
+// The tiles of the forward pass. Where the order of key blocks follows the position (ALiBi), tiles are cut at multiples of
+// kQueries of the position, not of the query's index: the order, and with it the rounding, then depends on the position alone.
 struct ForwardTiles {
   int64_t skipped = 0;  // positions of the first tile before the first query
 

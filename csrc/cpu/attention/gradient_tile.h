@@ -1,4 +1,4 @@
-// What the phases of the backward pass share: recomputed weights and the gradients of a tile of scores.
+// Code shared by the phases of the backward pass: recomputed weights and the gradients of a tile of scores.
 #pragma once
 
 #include "score_tile.h"
@@ -12,14 +12,14 @@ struct GradientScratch : ScoreTile<E> {
   using F = Operand<E>;
   F* grad_out;  // [operand_pitch(head_dim_v), kQueries]
   F *key_buffer, *value_buffer;  // copies of rows: [kKeys, operand_pitch(head_dim)], [kKeys, operand_pitch(head_dim_v)]
-  // [kKeys, kQueries]: gradients of the weights, then of the scores; the score modification's; dropout's
+  // [kKeys, kQueries]: gradients of weights, then of scores; derivatives of the score modification; factors of dropout
   A *grad, *derivative, *dropout_factor;
-  A *lse, *lse_low, *delta, *shift;  // [kQueries]; shift: what is subtracted from the scores
+  A *lse, *lse_low, *delta, *shift;  // [kQueries]; shift: the number subtracted from the scores
   double* double_shift;  // [kQueries]: the same for scores in double
   A* row_sum;  // [kQueries]: the sum over keys of the gradients of the modified scores
   double *double_grad_out, *double_value, *double_grad, *double_delta;
 
-  // `tiles` is how many tiles there is room for in score, grad, derivative and dropout_factor.
+  // `tiles`: the number of tiles that score, grad, derivative and dropout_factor have room for.
   GradientScratch(const AttentionProblem& problem, ScratchAllocator& allocator, int64_t tiles = 1)
       : ScoreTile<E>(problem, allocator, tiles) {
     grad_out = allocator.take<F>(operand_pitch<F>(problem.head_dim_v) * kQueries);
@@ -41,7 +41,7 @@ struct GradientScratch : ScoreTile<E> {
     double_shift = allocator.take<double>(kQueries);
   }
 
-  // The scratch with which tile n is computed; all else is shared.
+  // Returns the scratch for tile n; all other buffers are shared.
   GradientScratch at_tile(int64_t n) const {
     GradientScratch other = *this;
     const int64_t size = n * kKeys * kQueries;
@@ -50,8 +50,8 @@ struct GradientScratch : ScoreTile<E> {
   }
 };
 
-// Whether lse and lse_low together have too few digits for a row with scores in double: they have 48, and a weight needs those
-// after the binary point. fill_row_statistics then computes the row's maximum and the rest of its lse again.
+// Returns whether lse and lse_low together have too few digits for a row with scores in double: they have 48, and a weight
+// needs the digits after the binary point. fill_row_statistics then recomputes the row's maximum and the rest of its lse.
 FLASH_ONLINE_INLINE bool has_row_statistics(double lse) {
   constexpr double kLarge = 0x1p22;
   return std::abs(lse) > kLarge && std::abs(lse) < -lowest<double>();
@@ -71,8 +71,8 @@ RowMatrix<Operand<E>> value_rows_or_copy(const AttentionProblem& problem, int64_
 }
 
 // Loads a tile's queries, the gradients of their results, lse and delta. delta is the part of a score's gradient that its whole
-// row shares: the sum over keys of weight * grad_weight, less grad_lse; see fill_delta. Where RowStatistics has a row's
-// maximum, scores in double are measured from it, and lse_low is what lse is beyond it.
+// row shares: the sum over keys of weight * grad_weight, less grad_lse; see fill_delta. If a row has row statistics, its
+// maximum is subtracted from scores in double, and lse_low is lse less that maximum.
 template <class E>
 void load_queries(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryTile& query,
                   const GradientScratch<E>& tile) {
@@ -93,9 +93,9 @@ void load_queries(const AttentionProblem& problem, const AttentionGradients& gra
   }
 }
 
-// Computes score, the attention weights of a tile after dropout, and grad, the gradients of the modified scores, whose sums are
-// added to row_sum. With dropout, dropout_factor then holds the weights before dropout. weight_sum, unless it is null, is
-// increased by the sum of each query's weights before dropout. Returns false, and computes nothing, if the tile is hidden.
+// Computes score, the attention weights of a tile after dropout, and grad, the gradients of the modified scores; adds the row
+// sums of grad to row_sum. With dropout, dropout_factor then holds the weights before dropout. weight_sum, unless it is null,
+// is increased by the sum of each query's weights before dropout. Returns false, and computes nothing, if the tile is hidden.
 template <class E, class A = Accumulator<E>, class F = Operand<E>>
 bool compute_score_gradients(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
                              RowMatrix<F> key, RowMatrix<F> value, GradientScratch<E>& tile, double* weight_sum = nullptr) {
@@ -135,7 +135,7 @@ bool compute_score_gradients(const AttentionProblem& problem, const QueryTile& q
     // score - lse is exact where it matters, near 0; subtracting lse_low then restores what rounding took from lse.
     const Vector<A> lse = load_vector(tile.shift + l), low = load_vector(tile.lse_low + l),
                     delta = load_vector(pending_delta + l), deferred_scale = load_vector(tile.deferred_scale + l);
-    Vector<A> partial_sum[4] = {};  // of gradients; four, since a long sum loses digits that row_sum is there for
+    Vector<A> partial_sum[4] = {};  // of gradients; four, since one long sum loses digits that row_sum needs
     const auto at_key = [&](int64_t k, int lane) FLASH_ONLINE_LAMBDA_INLINE {
       const int64_t index = k * kQueries + l;
       Vector<A> weight = FastNatural::exp((load_vector(tile.score + index) * deferred_scale - lse) - low),
@@ -165,8 +165,8 @@ bool compute_score_gradients(const AttentionProblem& problem, const QueryTile& q
     store_vector(tile.row_sum + l,
                  load_vector(tile.row_sum + l) + ((partial_sum[0] + partial_sum[1]) + (partial_sum[2] + partial_sum[3])));
   }
-  // Padding rows of queries are 0, since matmuls run over queries. What stood there may be infinite or NaN: a padding row sees
-  // keys that no query of the tile sees, and has a mask's value where all queries share it.
+  // Padding rows of queries are set to 0, since matmuls run over queries. Before, they may be infinite or NaN: a padding row
+  // sees keys that no query of the tile sees, and has a mask's value if all queries share it.
   std::fill(tile.row_sum + query.rows, tile.row_sum + query.lanes, A(0));
   for (int64_t k = 0; query.rows < query.lanes && k < count; ++k)
     for (int64_t i = k * kQueries + query.rows; i < k * kQueries + query.lanes; ++i) {
@@ -176,7 +176,7 @@ bool compute_score_gradients(const AttentionProblem& problem, const QueryTile& q
   return true;
 }
 
-// The weight of a head's sink among the scores of the query whose lse is at `row`.
+// Returns the weight of a head's sink among the scores of the query with lse at index `row`.
 template <class A>
 A sink_weight(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t head, int64_t row) {
   const A lse = pivot(static_cast<const A*>(problem.lse)[row]), low = static_cast<const A*>(problem.lse_low)[row],
@@ -186,10 +186,10 @@ A sink_weight(const AttentionProblem& problem, const AttentionGradients& gradien
   return FastNatural::exp((sink - lse) - low);
 }
 
-// Sets excess[kQueries] to what the gradients of each query's scores sum to, `row_sum`, beyond what they would without
-// rounding. With weights p and gradients dp of the weights, these gradients are p (dp - delta), delta = sum of p dp, less
-// grad_lse. Their sum is exactly 0 without sinks and without grad_lse. The excess comes from the rounding of `out`, from which
-// delta was computed, and from scores that differ from those of the forward pass or are large; it is also the error of delta.
+// Sets excess[kQueries] to `row_sum`, the sum of each query's score gradients, less the sum that exact arithmetic would give.
+// With weights p and gradients dp of the weights, score gradients are p (dp - delta), delta = sum of p dp, less grad_lse.
+// Without sinks and grad_lse they sum to exactly 0. The excess comes from the rounding of `out`, from which delta was computed,
+// and from scores that are large or differ from the forward pass's; it is also the error of delta.
 template <class A>
 void excess_of_row_sums(const AttentionProblem& problem, const AttentionGradients& gradients, const QueryTile& query,
                         const A* row_sum, A* excess) {
@@ -206,7 +206,7 @@ void excess_of_row_sums(const AttentionProblem& problem, const AttentionGradient
   }
 }
 
-// Takes the error of delta, `excess`, from the gradients of a tile of scores.
+// Corrects the gradients of a tile of scores for the error of delta, `excess`.
 template <class E, class A = Accumulator<E>>
 void correct_delta(const AttentionProblem& problem, const QueryTile& query, int64_t count, const A* excess,
                    const GradientScratch<E>& tile) {

@@ -87,31 +87,30 @@ __attribute__((noinline)) void store_transposed(const A* from, int64_t pitch, co
   }
 }
 
-// Two vectors as the upper and the lower halves of the words of one: neighbours in a column become a pair.
+// Joins the upper halves of two vectors in the words of one: neighbours in a column become a pair.
 FLASH_ONLINE_INLINE Vector<uint32_t> join_upper_halves(Vector<float> first, Vector<float> second) {
   return reinterpret_cast<Vector<uint32_t>>(first) >> 16 | (reinterpret_cast<Vector<uint32_t>>(second) & 0xffff0000u);
 }
 
-// The parts of a number, each a float whose lower half is 0 or does not count. That a second part has the sign of the number,
-// and is 0 only where it is 0, is said at SplitFloat16.
+// The two parts of a number. Each is a float with a lower half that is 0 or ignored; SplitFloat16 gives the sign of the second.
 struct SplitVector {
   Vector<float> first, second;
 };
 FLASH_ONLINE_INLINE Vector<float> first_part(Vector<float> x) {
   return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<uint32_t>>(x) & 0xffff0000u);
 }
-// A number of at most 16 digits, without rounding.
+// Splits a number of at most 16 digits, without rounding.
 FLASH_ONLINE_INLINE SplitVector split_exactly(Vector<float> x) {
   const Vector<float> first = first_part(x);
   return {first, x == first ? x * 0x1p-40f : x - first};
 }
-// A float, with an error of 2^-16 of it: what is added goes against what the second part loses.
+// Splits a float, with an error of 2^-16 of it: the added 2^-17 offsets the loss in the second part.
 FLASH_ONLINE_INLINE SplitVector split_rounded(Vector<float> x) {
   const Vector<float> first = first_part(x);
   return {first, x * (1.f + 0x1p-17f) - first};
 }
 
-// The elements [column, column + kLanes) of a row, widened; 0 where there are none.
+// Loads the elements [column, column + kLanes) of a row, widened; 0 past the end of the matrix.
 template <class E>
 FLASH_ONLINE_INLINE Vector<float> load_part_of_row(Matrix<const E> from, int64_t rows, int64_t columns, int64_t r,
                                                    int64_t column) {
@@ -123,7 +122,7 @@ FLASH_ONLINE_INLINE Vector<float> load_part_of_row(Matrix<const E> from, int64_t
   return x;
 }
 
-// Stores 32 neighbours of a row as a left operand has them: a vector for each part.
+// Stores 32 neighbours of a row in the layout of a left operand: a vector for each part.
 FLASH_ONLINE_INLINE void store_row(BFloat16* to, Vector<float> first, Vector<float> second) {
   store_narrowed(to, first);
   store_narrowed(to + kLanes<float>, second);
@@ -139,7 +138,7 @@ FLASH_ONLINE_INLINE void store_row(SplitFloat16* to, SplitVector first, SplitVec
   store(parts + 2 * n, first.second), store(parts + 3 * n, second.second);
 }
 
-// Element e of a row that store_row wrote, or of a tensor's.
+// Widens element e of a row of a tensor, or of a row that store_row wrote.
 template <class F>
 FLASH_ONLINE_INLINE auto widen_element(const F* row, int64_t e) {
   if constexpr (std::is_same_v<F, SplitFloat16>) {

@@ -1,5 +1,5 @@
-// Which scores of a tile are visible, by position and by the mask, and what a float mask adds to them. This is known before the
-// scores are, so that a tile without a visible score is never computed.
+// The visible scores of a tile, by position and by the mask, and the values that a float mask adds. They are known before the
+// scores, so that a tile without a visible score is never computed.
 #pragma once
 
 #include <algorithm>
@@ -91,8 +91,8 @@ inline void read_bool_mask(const AttentionProblem& problem, const QueryTile& que
   }
 }
 
-// The bits of the queries of a tile that see a key by position. They are neighbours, as both bounds of keys_of grow with the
-// query.
+// Returns the bits of the tile's queries that see a key by position. They are neighbours, since both bounds of keys_of grow
+// with the query.
 inline uint64_t visible_by_position(const Visibility& visible, const QueryTile& query, int64_t key) {
   constexpr int64_t kFar = int64_t{1} << 61;  // a bound may be as large as an int64
   const int64_t position = key - visible.offset - query.first;
@@ -114,15 +114,15 @@ void load_bias(Matrix<const M> from, const QueryTile& query, int64_t count, A* b
     return;
   }
   load_transposed<M>(from, query.rows, count, bias, kQueries);
-  // Of the next block there are a few lines per row: too few for the processor to see where they lead. A 16-bit mask has half
-  // as many, and asking for them costs what it gives.
+  // Prefetches the next block: it has too few lines per row for the hardware prefetcher. A 16-bit mask has half as many, and
+  // prefetching them gains nothing.
   if (sizeof(M) < 4 || from.column_stride != 1) return;
   for (int64_t i = 0; i < query.rows; ++i)
     for (int64_t k = count; k < count + kKeys; k += kVectorBytes / static_cast<int64_t>(sizeof(M)))
       __builtin_prefetch(from.data + i * from.row_stride + k, 0, 2);
 }
 
-// Loads which scores of keys [begin, begin + count) are visible, and a float mask's values; false if none is visible.
+// Loads the visibility of keys [begin, begin + count), and a float mask's values; returns false if none is visible.
 template <class A>
 __attribute__((noinline)) bool load_mask(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
                                          MaskTile<A>& mask) {

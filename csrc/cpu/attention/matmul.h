@@ -42,7 +42,7 @@ struct OperandOf<Float16> {
 template <class E>
 using Operand = typename OperandOf<E>::type;
 
-// How many BFloat16 a number is the sum of; 0: it is not multiplied in pairs of BFloat16.
+// The number of BFloat16 that sum to one element; 0: elements are not multiplied in pairs of BFloat16.
 template <class F>
 constexpr int kSplit = 0;
 template <>
@@ -57,12 +57,11 @@ constexpr int64_t kDepthStep = kPaired<F> ? 32 : 1;
 template <class F>
 constexpr int64_t kRowStep = kPaired<F> ? 16 : 1;
 
-// How many products are summed at a time. A long sum of float inputs loses digits that its result has, and the sum of the sums
-// of its parts loses fewer.
+// The number of products that are summed at a time. A long sum of float inputs loses digits; a sum of partial sums loses fewer.
 template <class F>
 constexpr int64_t kMaxTerms = std::is_same_v<F, float> ? 64 : std::numeric_limits<int64_t>::max();
 
-// What happens to the result: it overwrites c, is added to c, or is added to c * factor[column].
+// The use of the result: it overwrites c, is added to c, or is added to c * factor[column].
 enum class Accumulate { kOverwrite, kAdd, kRescaleAndAdd };
 
 // The unit in which operands are read: an element, or the bits of a pair of elements.
@@ -248,7 +247,7 @@ FLASH_ONLINE_INLINE void matmul(Accumulate mode, int64_t rows, int64_t columns, 
   constexpr int64_t pair = kPaired<F> ? 2 : 1;
   const Word<F>*a_words = reinterpret_cast<const Word<F>*>(a), *b_words = reinterpret_cast<const Word<F>*>(b);
   const int64_t words = depth / pair;
-  // In a row of pairs of numbers of several parts there is a word for each part.
+  // A row of pairs has a word for each part of its numbers.
   if (kPaired<F>) a_row = a_row * kSplit<F> / 2, b_row *= kSplit<F>;
 #if defined(__AMX_BF16__)
   if constexpr (kPaired<F>) {

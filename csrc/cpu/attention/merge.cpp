@@ -5,7 +5,7 @@
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
-// The merged state: part n's row has the share weight(lse_n) * inverse_sum_or_zero() in the merged row, whose lses lie at `at`.
+// Returns the merged state of the row with lses at `at`. The share of part n is weight(lse_n) * inverse_sum_or_zero().
 template <class A>
 FLASH_ONLINE_INLINE Softmax<A> state_of(const MergeProblem& problem, int64_t at) {
   Softmax<A> state;

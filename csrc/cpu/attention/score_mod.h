@@ -1,5 +1,5 @@
-// The score modification: what changes a score between the matmul and the softmax, as FlexAttention's score_mod does. Softcap
-// comes first, then ALiBi. The forward pass takes its value; the backward pass also takes its derivative.
+// The score modification, applied between the matmul and the softmax like FlexAttention's score_mod: softcap, then ALiBi. The
+// forward pass takes its value; the backward pass also takes its derivative.
 #pragma once
 
 #include <algorithm>
@@ -9,13 +9,13 @@
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-// Whether any query of the vector at lane l is among the `chosen`; null: all are.
+// Returns whether any query of the vector at lane l is among the `chosen`; null: all are.
 template <class T>
 FLASH_ONLINE_INLINE bool any_chosen(const bool* chosen, int64_t l) {
   return !chosen || std::find(chosen + l, chosen + l + kLanes<T>, true) != chosen + l + kLanes<T>;
 }
 // Calls f(vector, key, lane) for every vector of a tile with chosen queries, one column of vectors after another, and stores
-// what it returns.
+// the results.
 template <class T, class F>
 FLASH_ONLINE_INLINE void for_each_vector(T* tile, int64_t count, int64_t lanes, const F& f, const bool* chosen = nullptr) {
   for (int64_t l = 0; l < lanes; l += kLanes<T>)
@@ -38,17 +38,17 @@ FLASH_ONLINE_INLINE Vector<double> hyperbolic_tangent(Vector<double> x) {
   return x;
 }
 
-// A new modification is written here alone: is_identity, its value in apply and, if it is not a mere addition to the score, its
-// derivative. Each modification is a pass of its own over the tile, so that its result is rounded when it is stored: a compiler
+// A new modification is written here alone: is_identity, its value in apply and, unless it only adds to the score, its
+// derivative. Each modification is a separate pass over the tile, so that its result is rounded when it is stored: a compiler
 // that contracted two modifications into one operation would round the same score differently in the two passes.
 struct ScoreMod {
   static bool is_identity(const AttentionProblem& problem) { return problem.softcap <= 0 && !problem.alibi_slopes; }
 
-  // Whether the derivative is other than 1; ALiBi only adds to a score.
+  // Returns whether the derivative differs from 1; ALiBi only adds to a score.
   static bool has_derivative(const AttentionProblem& problem) { return problem.softcap > 0; }
 
-  // Modifies a tile of scores [count, kQueries] in place, those of the `chosen` queries at least, or of all queries if `chosen`
-  // is null; `derivative`, unless it is null, receives the derivative of these.
+  // Modifies a tile of scores [count, kQueries] in place, at least those of the `chosen` queries (null: all queries).
+  // `derivative`, unless it is null, receives their derivatives.
   template <class A, class Score>
   static FLASH_ONLINE_INLINE void apply(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
                                         Score* score, A* derivative, const bool* chosen) {
@@ -81,7 +81,7 @@ struct ScoreMod {
     }
   }
 
-  // Turns the gradients of modified scores [count, kQueries] into those of the scores before modification.
+  // Turns the gradients of modified scores [count, kQueries] into the gradients of unmodified scores.
   template <class A>
   static FLASH_ONLINE_INLINE void chain(const AttentionProblem& problem, const QueryTile& query, int64_t count, A* grad,
                                         const A* derivative) {

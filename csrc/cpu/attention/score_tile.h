@@ -1,8 +1,8 @@
-// What all passes of attention share: scratch, tiles of the inputs, and the scores of a tile, which are the same in the forward
-// and the backward pass to the last bit.
+// Code shared by all passes of attention: scratch, tiles of the inputs, and the scores of a tile, which are equal to the last
+// bit in the forward and the backward pass.
 //
 // A tile of scores is [keys, queries]. The queries are in the lanes of vectors, so that maxima, sums and rescaling work vector
-// by vector, and keys and values enter the matmuls as they lie in memory.
+// by vector, and the matmuls read keys and values in their memory layout.
 #pragma once
 
 #include <algorithm>
@@ -28,13 +28,13 @@ struct RowMatrix {
   int64_t pitch;
 };
 
-// From one row of a left operand to the next, padded to whole steps of a matmul's depth.
+// The pitch of a left operand's rows, padded to whole steps of a matmul's depth.
 template <class F>
 constexpr int64_t operand_pitch(int64_t head_dim) {
   return round_up(head_dim, kDepthStep<F>);
 }
 
-// Whether a matmul can read rows of the tensor in place.
+// Returns whether a matmul can read rows of the tensor in place.
 template <class E>
 bool is_usable_in_place(const ConstView4& view, int64_t rows, int64_t head_dim) {
   using F = Operand<E>;
@@ -79,9 +79,9 @@ FLASH_ONLINE_INLINE Vector<A> seen_only(const MaskTile<A>& mask, int64_t k, int6
   return x;
 }
 
-// The scores of a tile and what they are computed from. The exponential turns the absolute error of a score, which grows with
-// the score, into the relative error of a weight. Where scores of float inputs are large, they are therefore computed in
-// double, query by query; the names of that path begin with double_.
+// The scores of a tile and their inputs. The exponential turns the absolute error of a score, which grows with the score, into
+// the relative error of a weight. Large scores of float inputs are therefore computed in double, query by query; the names of
+// that path begin with double_.
 template <class E>
 struct ScoreTile {
   using A = Accumulator<E>;
@@ -94,12 +94,12 @@ struct ScoreTile {
   A* score;  // [kKeys, kQueries]
   A* block_max;  // [kQueries]: a query's largest score in this block of keys, unless its scores are in double
   MaskTile<A> mask;
-  A* deferred_scale;  // [kQueries]: what a query's scores still have to be multiplied by
-  bool* is_double;  // [kQueries]: whether a query's scores are in double_score instead, whose other columns are undefined
+  A* deferred_scale;  // [kQueries]: the factor that a query's scores still need
+  bool* is_double;  // [kQueries]: whether a query's scores are in double_score instead (other columns are undefined)
   double *double_query, *double_key;  // [head_dim, kQueries], [kKeys, head_dim]
   double *double_score, *double_block_max;  // [kKeys, kQueries], [kQueries]
 
-  // `tiles` is how many tiles of scores there is room for; `score` is the first.
+  // `tiles`: the number of tiles of scores to allocate; `score` is the first.
   ScoreTile(const AttentionProblem& problem, ScratchAllocator& allocator, int64_t tiles = 1) {
     query = allocator.take<F>(operand_pitch<F>(problem.head_dim) * kQueries);
     row_buffer =
@@ -118,7 +118,7 @@ struct ScoreTile {
   }
 };
 
-// Sets the scores to -inf that become hidden once they are multiplied by `deferred_scale`, which is not 0.
+// Sets hidden scores to the infinity that becomes -inf when multiplied by `deferred_scale`, which is not 0.
 template <class Score, class A>
 FLASH_ONLINE_INLINE void hide_scores(const MaskTile<A>& mask, int64_t count, int64_t lanes, Score* score, Score deferred_scale,
                                      const bool* chosen = nullptr) {
@@ -158,7 +158,7 @@ FLASH_ONLINE_INLINE Vector<T> max_ignoring_nan(Vector<T> a, Vector<T> b) {
     return maximum(a, b);
 }
 
-// The largest of each query's scores, times `scale`, for all queries or at least the chosen ones.
+// Computes each query's largest score, times `scale`, for all queries or at least the chosen ones.
 template <class Score, class A>
 FLASH_ONLINE_INLINE void block_maxima(const Score* score, int64_t count, int64_t lanes, A* block_max, Score scale = 1,
                                       const bool* chosen = nullptr) {
@@ -178,9 +178,9 @@ FLASH_ONLINE_INLINE void block_maxima(const Score* score, int64_t count, int64_t
   }
 }
 
-// Scales a tile's products and takes the largest of those that a query sees, and the largest of their negatives, which are left
-// out where scores are never in double. With `finishes` there is no score modification: the mask is applied as well, and
-// block_max is that of the scores. Several vectors of queries go side by side, so that no maximum waits for the one before.
+// Scales a tile's products and takes the maximum of the products that a query sees and, unless scores are never in double, of
+// their negatives. With `finishes` there is no score modification: the mask is applied as well, and block_max is the maximum of
+// the scores. Several vectors of queries are interleaved, so that no maximum waits for the previous one.
 template <class E, class A = Accumulator<E>>
 __attribute__((noinline)) void scale_products(const QueryTile& query, int64_t count, A scale, bool finishes,
                                               const ScoreTile<E>& tile, A* max_scaled, A* max_negated) {
@@ -241,10 +241,10 @@ __attribute__((noinline)) void scale_products(const QueryTile& query, int64_t co
   mask.has_bias || mask.has_hidden ? all(std::true_type()) : all(std::false_type());
 }
 
-// Multiplies the scores of a query by the scale where the largest one is large, and does not leave it to the exponential. There
-// the product is contracted with the subtraction of the maximum, and so it is exact, whereas the maximum was rounded: from 2^24
-// on the two differ by more than 1, and from 2^32 on by more than a float's exponential can hold. Each query decides for
-// itself, and in both passes alike, as its visible scores and their blocks are the same.
+// Scales a query's scores here, not in the exponential, if the largest is large. The exponential contracts the product with the
+// subtraction of the maximum: the product is exact, but the maximum was rounded. From 2^24 on the two differ by more than 1,
+// from 2^32 on by more than a float's exponential can hold. The decision is per query and the same in both passes, as its
+// visible scores and their blocks are the same.
 template <class A>
 FLASH_ONLINE_INLINE void scale_large_scores(int64_t count, int64_t lanes, const A* block_max, A* score, A* deferred_scale) {
   constexpr A kLarge = 0x1p24f;
@@ -267,9 +267,9 @@ FLASH_ONLINE_INLINE void scale_large_scores(int64_t count, int64_t lanes, const 
   }
 }
 
-// Whether the scaling of scores is left to the exponential. The problem alone decides: a product that is rounded before the
-// maximum is subtracted differs in its last bit from one that is not, and a query's result must not depend on whether its
-// neighbours in the tile have hidden scores.
+// Returns whether the exponential scales the scores. The problem alone decides: a product that is rounded before the maximum is
+// subtracted differs in its last bit from a product that is not, and a query's result must not depend on whether its neighbours
+// in the tile have hidden scores.
 template <class E>
 bool defers_scale(const AttentionProblem& problem) {
   const bool has_bias = problem.mask.data && problem.mask_dtype != DType::kBool;
@@ -283,8 +283,8 @@ FLASH_ONLINE_INLINE Vector<double> as_float_overflows(Vector<double> x) {
 }
 
 // Computes product[rows, kQueries] = left right, in double, for the chosen columns of right[depth, kQueries]; the other columns
-// of the product are undefined. They come first in right_buffer, so that a few of them cost little. Each column is the same to
-// the last bit whichever others are chosen.
+// of the product are undefined. right_buffer starts with the chosen columns, so that a few cost little. A column is the same to
+// the last bit for any choice of other columns.
 template <class A>
 void multiply_in_double(int64_t rows, int64_t depth, const double* left, const A* right, const bool* chosen,
                         double* right_buffer, double* product) {
@@ -302,18 +302,18 @@ void multiply_in_double(int64_t rows, int64_t depth, const double* left, const A
     for (int64_t n = columns - 1; n >= 0; --n) product[r * kQueries + column[n]] = product[r * kQueries + n];
 }
 
-// Computes a tile's scores and their maxima for keys [begin, begin + count), whose rows are `key`; load_mask comes before.
-// Large scores of float inputs are computed in double and stay in double_score until the maximum has been subtracted. Each
-// query decides for itself, by the scores that it sees, so that a result does not depend on its neighbours nor on hidden keys:
-// `reference` is the maximum from which its weights are measured so far. Returns whether any query's scores are in double.
+// Computes a tile's scores and their maxima for keys [begin, begin + count) with rows `key`, after load_mask. Large scores of
+// float inputs are computed in double and stay in double_score until the maximum has been subtracted. The decision is per
+// query, by the scores that it sees, so that a result depends neither on neighbours nor on hidden keys: `reference` is the
+// maximum that is subtracted so far. Returns whether any query's scores are in double.
 template <class E, class A = Accumulator<E>, class F = Operand<E>>
 bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count, RowMatrix<F> key,
                     ScoreTile<E>& tile, const A* reference, A* derivative) {
-  // The forward pass measures a weight from the maximum so far, the backward pass from lse. Where the two differ about a block,
-  // its scores differ in the last digits, and so its weights must not matter.
+  // The forward pass subtracts the maximum so far, the backward pass lse. If the two decide differently about a block, its
+  // scores differ in the last digits, so its weights must be negligible.
   // The error of a product, a sum of many terms, grows with the product. A mask adds one rounding, which is the same for all
-  // scores from 4 to 8. A block is negligible where its weights stay below 1e-4, whatever rounding did to its largest score:
-  // the terms of a product may be thousands of times as large as their sum.
+  // scores from 4 to 8. A block is negligible if its weights stay below 1e-4, whatever rounding did to its largest score: the
+  // terms of a product may be thousands of times as large as their sum.
   constexpr A kLargeProduct = 5, kLargeScore = 8, kLogNegligible = -9.21034037f, kRoundingOfScore = 0x1p-10f;
   const A scale = static_cast<A>(problem.scale);
   matmul(Accumulate::kOverwrite, round_up(count, kRowStep<F>), query.lanes, operand_pitch<F>(problem.head_dim), key.data,
@@ -340,8 +340,8 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
   bool any = false;
   if constexpr (ScoreTile<E>::kMayUseDouble) {
     std::fill_n(tile.is_double, kQueries, false);
-    A above[kQueries];  // the largest of the block, from the reference
-    Vector<int32_t> maybe = {};  // whether any score is large; else the loop over queries is left out
+    A above[kQueries];  // the largest of the block, less the reference
+    Vector<int32_t> maybe = {};  // whether any score is large; else the loop over queries is skipped
     for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
       const Vector<A> block_max = load_vector(tile.block_max + l);
       store_vector(above + l, block_max - load_vector(reference + l));
@@ -370,8 +370,8 @@ bool compute_scores(const AttentionProblem& problem, const QueryTile& query, int
   return any;
 }
 
-// Subtracts `subtract` from the scores of query i and moves them into the tile's scores; scores in double are subtracted in
-// double.
+// Subtracts `subtract` from the scores of query i and stores the results in the tile's scores; scores in double are subtracted
+// in double.
 template <class E>
 void narrow_double_scores(int64_t i, int64_t count, const ScoreTile<E>& tile, double subtract) {
   for (int64_t k = 0; k < count; ++k) {
@@ -403,7 +403,7 @@ __attribute__((noinline)) void make_dropout_factors(const AttentionProblem& prob
 }
 
 // Calls f(begin, count) for the blocks of the keys [range.begin, range.end) within [first, last), which are cut at multiples of
-// kKeys: first for the block of the key `start_key` and the blocks before it, backwards, then for those after it.
+// kKeys: first for the block of the key `start_key` and the blocks before it, backwards, then for the blocks after it.
 template <class F>
 FLASH_ONLINE_INLINE void for_each_key_block(KeyRange range, int64_t first, int64_t last, int64_t start_key, const F& f) {
   const int64_t begin = std::max(range.begin / kKeyStep * kKeyStep, first), end = std::min(range.end, last);

@@ -1,5 +1,5 @@
-// The work items of attention: which sequence, head and tile an item computes, for dense and for packed calls, and what the
-// passes do with an item's sums and with heads of tiny numbers.
+// The work items of attention: an item's sequence, head and tile, for dense and packed calls; the sums of an item; heads of
+// tiny numbers.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include "score_tile.h"
 
 namespace flash_online::cpu {
-// For heads that products of bfloat16 lose (see kLosesTinyProducts); called where an instruction set has such products.
+// For heads that products of bfloat16 lose (see kLosesTinyProducts); used by instruction sets with such products.
 namespace avx512 {
 Memory forward_memory_of_tiny_heads(const AttentionProblem& problem);
 void forward_of_tiny_heads(const AttentionProblem& problem, const Executor& executor);
@@ -76,8 +76,8 @@ struct SequenceProblem {
   }
 };
 
-// The numbering of all tiles of a call: the sequences are outermost, then come the heads, then the tiles of one head. How many
-// tiles a head has depends on its sequence's length.
+// The numbering of all tiles of a call: the sequences are outermost, then come the heads, then the tiles of one head. The
+// number of tiles per head depends on the sequence's length.
 class TileList {
  public:
   struct WorkTile {
@@ -146,7 +146,7 @@ inline TileList key_blocks(const AttentionProblem& call, ScratchAllocator& alloc
 }
 
 // A long sum of floats loses digits, and stops growing where a term is less than its last digit. The sums over a row's keys are
-// therefore sums of parts, and what rounding drops where parts are added is kept, in a number below the sum's last digit.
+// therefore sums of parts; the rounding errors of adding parts are kept in a number below the sum's last digit.
 template <class V>
 FLASH_ONLINE_INLINE void add_part(V& sum, V& low, V part) {
   const V total = sum + part, difference = total - sum;  // two-sum (Knuth)
@@ -164,7 +164,7 @@ void add_parts(T* sum, T* low, const T* part, int64_t count) {
     store_vector(low + i, to_low);
   }
 }
-// Writes sum + low, with which an infinite sum stays infinite.
+// Writes sum + low; an infinite sum stays infinite.
 template <class T>
 void join_parts(const T* sum, const T* low, T* to, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes<T>) {
@@ -173,7 +173,7 @@ void join_parts(const T* sum, const T* low, T* to, int64_t count) {
   }
 }
 
-// Clears the results of padding rows, which no sequence of a packed call owns.
+// Clears the results of padding rows of a packed call.
 template <class E>
 void zero_rows(const MutableView4& view, int64_t heads, Rows rows, int64_t head_dim) {
   for (int64_t head = 0; head < heads; ++head) {
@@ -183,16 +183,15 @@ void zero_rows(const MutableView4& view, int64_t heads, Rows rows, int64_t head_
   }
 }
 
-// Heads whose inputs are so small that products of bfloat16 lose them. The instructions that multiply pairs of bfloat16 take
-// subnormal numbers for 0 and round subnormal sums to 0, under 2^-126. Next to numbers of ordinary size that is nothing, but
-// where a whole head is that small, so are its results. Such heads are left to the kernels of avx512, which multiply floats;
-// the other heads of the call are not.
+// Heads with inputs so small that products of bfloat16 lose them. The instructions that multiply pairs of bfloat16 take
+// subnormal numbers for 0 and round subnormal sums to 0, under 2^-126. That is negligible next to numbers of ordinary size, but
+// not if a whole head is that small. Only such heads are left to the kernels of avx512, which multiply floats.
 
-// Whether products of elements of type E lose small numbers.
+// True if products of elements of type E lose small numbers.
 template <class E>
 constexpr bool kLosesTinyProducts = kSplit<Operand<E>> == 1;
 
-// The binary exponent of the largest element of a matrix, or of one that is of ordinary size, with which the search ends; 0 if
+// The binary exponent of the largest element of a matrix, or of the first element of ordinary size, where the search ends; 0 if
 // all are 0.
 inline int exponent_of_largest(Matrix<const BFloat16> from, int64_t rows, int64_t columns) {
   constexpr uint16_t kOrdinary = (127 - 28) << 7;  // 2^-28: the product of three such numbers is not tiny
@@ -210,7 +209,7 @@ inline int exponent_of_largest(Matrix<const BFloat16> from, int64_t rows, int64_
 // Far enough above 2^-126 for a sum's terms to be a share of it.
 constexpr int kTinyExponent = -90;
 
-// Whether the results of a query head are lost.
+// Returns whether the results of a query head are lost.
 inline bool is_tiny(const AttentionProblem& problem, int64_t batch, int64_t head) {
   const auto exponent = [&](const ConstView4& view, int64_t heads, int64_t rows, int64_t columns) {
     return exponent_of_largest(matrix_of<const BFloat16>(view, batch, head / (problem.heads / heads), 0), rows, columns);
@@ -220,7 +219,7 @@ inline bool is_tiny(const AttentionProblem& problem, int64_t batch, int64_t head
          exponent(problem.value, problem.value_heads, problem.keys, problem.head_dim_v) < kTinyExponent;
 }
 
-// Whether the gradients of heads [first, first + count) are lost; these are products of up to three of the inputs.
+// Returns whether the gradients of heads [first, first + count) are lost; these are products of up to three of the inputs.
 inline bool has_tiny_gradients(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t batch,
                                int64_t first, int64_t count) {
   for (int64_t head = first; head < first + count; ++head) {
@@ -238,7 +237,7 @@ inline bool has_tiny_gradients(const AttentionProblem& problem, const AttentionG
   return false;
 }
 
-// Which heads of a call a pass computes; it notes whether it left out any.
+// The heads of a call that a pass computes; left_out records that it skipped some.
 enum class Heads { kAll, kOrdinary, kTiny };
 struct HeadChoice {
   Heads heads = Heads::kAll;

@@ -1,8 +1,8 @@
 // Cross-entropy on the CPU, one loss per row, against class indices or probabilities.
 //
-// In either case the loss is the sum over c of a_c * -log p_c, with a_c = weight_c t_c and t the target smoothed by e, from a
-// target s to t = (1 - e) s + e / classes. The gradient of the input is therefore grad_loss (A p_c - a_c), with A the sum of
-// all a_c, and that of the lse is grad_lse p_c.
+// In either case the loss is the sum over c of a_c * -log p_c, where a_c = weight_c t_c and t = (1 - e) s + e / classes is the
+// target s smoothed by e. The gradient of the input is therefore grad_loss (A p_c - a_c) + grad_lse p_c, where A is the sum of
+// all a_c.
 #include "short_rows.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
@@ -12,7 +12,7 @@ namespace {
 template <class T>
 struct ClassWeights {
   const T* weight;  // null: ones
-  T target_factor, uniform_share;  // 1 - e and e / classes: what remains of the target, and what every class gets
+  T target_factor, uniform_share;  // 1 - e and e / classes: the factor of the target, and the share of every class
   explicit ClassWeights(const RowProblem& problem)
       : weight(static_cast<const T*>(problem.weight)),
         target_factor(static_cast<T>(1 - problem.label_smoothing)),
@@ -55,9 +55,9 @@ FLASH_ONLINE_INLINE int64_t class_of(const RowProblem& problem, int64_t row) {
 }
 
 // The sums of a_c and of a_c (x_c - base); with class indices, of weight_c instead of a_c. The base is 0 or the row's largest
-// score so far: what all scores have in common may be much larger than what a double still tells apart.
+// score so far: a common offset of the scores may be too large for a double to hold their differences.
 struct TargetSums {
-  double sum = 0, score_sum = 0, base = lowest<double>();  // which is the base of no score
+  double sum = 0, score_sum = 0, base = lowest<double>();  // lowest: no score yet
   void add(const TargetSums& other) {
     if (other.base == lowest<double>()) return;
     if (base == lowest<double>()) {
@@ -211,8 +211,8 @@ struct ProbabilityForwardOp : ForwardOp<E> {
   }
 };
 
-// The gradient of a row's input is scale p_c - (spread weight_c + target_grad at the target). The scale is the sum of what is
-// in parentheses over all classes, and of grad_lse: for one class it is the same expression, and the difference is 0.
+// The gradient of a row's input is scale p_c - (spread weight_c + target_grad at the target). The scale is grad_lse plus the
+// sum of the parentheses over all classes: with one class that sum is the same expression, and the difference is 0.
 template <class T>
 struct RowGradient {
   T scale = T(0), spread = T(0), target_grad = T(0);
@@ -264,7 +264,7 @@ struct IndexBackwardOp : RowOp {
       }
       g.zero = target == kIgnored && g.scale == T(0);
       zero &= g.zero;
-      if (problem.classes == 1) {  // the loss is 0 whatever the logit: what is left is lse's
+      if (problem.classes == 1) {  // the loss is 0 whatever the logit: only the gradient of lse is left
         const T of_loss = g.target_grad + g.spread;
         g.scale = grad_lse_of<T>(problem, row) + (of_loss - of_loss);  // NaN if grad_loss is infinite
         g.target_grad = g.spread = T(0);

@@ -23,7 +23,7 @@ FLASH_ONLINE_INLINE Unit<R> unit_of(UnitBits<R> bits) {
     return {reinterpret_cast<Vector<R>>(bits)};
   }
 }
-// All bits of the first n elements, none of the others.
+// Returns a mask with all bits of the first n elements set.
 template <class R>
 FLASH_ONLINE_INLINE UnitBits<R> first_elements(int64_t n) {
   UnitBits<R> index;
@@ -31,10 +31,10 @@ FLASH_ONLINE_INLINE UnitBits<R> first_elements(int64_t n) {
   return reinterpret_cast<UnitBits<R>>(index < UnitBits<R>{} + static_cast<Bits<R>>(n));
 }
 
-// How the unit at the end of a row is accessed, if it has elements that are not the row's.
+// Access to the last unit of a row, if the unit extends past the row's end.
 enum class RowEnd {
   kNone,  // all units are whole
-  kLoose,  // read and written whole: behind the row lies more of the same tensors, which is written later
+  kLoose,  // read and written whole: later elements of the same tensors follow, and are written afterwards
   kExact
 };
 
@@ -44,15 +44,15 @@ struct GradientRow {
   static constexpr RowEnd kEnd = kRowEnd;
   const R *grad, *output;
   int64_t count;
-  UnitBits<R> end;  // the elements of the unit at the end that belong to the row
+  UnitBits<R> end;  // mask of the last unit's elements that belong to the row
 
   FLASH_ONLINE_INLINE GradientRow(const R* grad, const R* output, int64_t count)
       : grad(grad), output(output), count(count), end(first_elements<R>(left())) {}
-  // How many elements the unit at the end has.
+  // The number of elements of the last unit.
   FLASH_ONLINE_INLINE int64_t left() const { return (count - 1) % kUnit<R> + 1; }
-  // The unit at `from`; if it is the one at the end, the elements behind the row are 0. A masked load would do, but those of
-  // AMD's processors neither start the prefetcher nor overlap where they miss the caches: rows of 16 classes took four times as
-  // long.
+  // Loads the unit at `from`; in the last unit, elements after the row's end are 0. A masked load would do, but on AMD's
+  // processors masked loads neither start the prefetcher nor overlap when they miss the caches: rows of 16 classes took four
+  // times as long.
   template <bool kAtEnd>
   FLASH_ONLINE_INLINE Unit<R> load(const R* from, std::bool_constant<kAtEnd>) const {
     constexpr bool kWhole = !kAtEnd || kRowEnd == RowEnd::kNone;
@@ -70,8 +70,8 @@ struct GradientRow {
   }
 };
 
-// Calls f(slot, i, at_end) for all units of `count` elements: the slot of the unit at i, and whether it may be the one at the
-// end. With kUnits, there are that many units, at most kSlots.
+// Calls f(slot, i, at_end) for all units of `count` elements: the slot of the unit at i, and whether it may be the last unit.
+// With kUnits, there are that many units, at most kSlots.
 template <int kSlot, class R, class F>
 FLASH_ONLINE_INLINE void for_last_units(int64_t i, int64_t count, const F& f) {
   if (i + kUnit<R> <= count) {
@@ -107,14 +107,14 @@ constexpr bool kTakesMean = !kLog && std::is_same_v<R, float>;
 template <class R, bool kLog>
 using SumOf = std::conditional_t<sizeof(R) == 2 || kTakesMean<R, kLog>, float, double>;
 
-// What the pass that writes subtracts from a row's grad, as the sum of two numbers; of log-softmax, what it multiplies.
+// The number that the writing pass subtracts from a row's grad, as a sum of two; for log-softmax, the factor of exp(y).
 template <class T>
 struct Subtrahend {
   T high = {}, low = {};
 };
 
-// The mean of a chunk, or of a chunk per lane, with T for float or a vector of them: `product` is the sum of grad * y. The
-// pivot is their quotient, but 0 where that is infinite or NaN. A weight of 0 divides as 1 does.
+// The mean of a chunk, or of a chunk per lane (T is float or a vector): `product` is the sum of grad * y. The pivot is product
+// / weight, but 0 where that is infinite or NaN. A weight of 0 counts as 1.
 template <class T>
 FLASH_ONLINE_INLINE T divisor_of(T weight) {
   return weight == 0 ? T{} + 1.f : weight;
@@ -124,26 +124,26 @@ FLASH_ONLINE_INLINE T pivot_of(T product, T weight) {
   const T mean = product / divisor_of(weight);
   return mean - mean == 0 ? mean : T{};
 }
-// What is subtracted in a row that is one chunk. With pivot 0 it is the sum itself.
+// The subtrahend of a row of one chunk. With pivot 0 it is the sum itself.
 template <class T>
 FLASH_ONLINE_INLINE Subtrahend<T> subtrahend_of(T pivot, T deviation, T weight) {
   return {pivot, pivot == 0 ? deviation : deviation / divisor_of(weight)};
 }
 
-// The mean of values by weights that are not negative: sum(weight * value) / sum(weight). What is wanted is its difference from
-// a value that it may be close to, so it is kept as a float near it and the values' deviation from that: `pivot` + `deviation`
-// / `weight`. Sums of float then have digits enough, since neither sum is much larger than what is wanted of it.
+// The mean of values with weights >= 0: sum(weight * value) / sum(weight). It is subtracted from values that may be close to
+// it, so it is kept as `pivot` + `deviation` / `weight`: a float near the mean, and the deviation of the values from that
+// float. Sums in float then have enough digits, since neither is much larger than the difference needed.
 struct WeightedMean {
   double pivot = 0, deviation = 0, weight = 0;
 
   FLASH_ONLINE_INLINE void merge(const WeightedMean& other) {
-    const bool moves = other.weight > weight;  // so that only the smaller weight's deviation is measured anew
+    const bool moves = other.weight > weight;  // so that only the smaller weight's deviation is recomputed
     deviation += other.deviation;
     if (pivot != other.pivot) deviation += moves ? (pivot - other.pivot) * weight : (other.pivot - pivot) * other.weight;
     if (moves) pivot = other.pivot;
     weight += other.weight;
   }
-  // As one chunk, whose numbers are floats.
+  // The subtrahend of a row of one chunk, in floats.
   FLASH_ONLINE_INLINE Subtrahend<float> subtrahend_of_chunk() const {
     return subtrahend_of(static_cast<float>(pivot), static_cast<float>(deviation), static_cast<float>(weight));
   }
@@ -208,9 +208,8 @@ FLASH_ONLINE_INLINE Vector<float> weight_lanes(const Row& row) {
   return total_of_slots(weights);
 }
 
-// Prefetches what comes so many elements after a row, in a pass that finds the row in the first-level cache and would leave the
-// memory idle. For streamed results alone: where results stay in the caches, so does what is read, and a prefetch only costs
-// its instruction.
+// Prefetches elements at these distances from a row, in a pass that finds the row in the L1 cache and would leave the memory
+// idle. Only for streamed results: if results stay in the caches, so do the inputs, and a prefetch only costs its instruction.
 struct Ahead {
   int64_t grad = 0, output = 0;
   template <class Row>
@@ -234,13 +233,13 @@ FLASH_ONLINE_INLINE Vector<float> deviation_lanes(const Row& row, Vector<float> 
   });
   return total_of_slots(deviations);
 }
-// Whether a sum of grad * y is itself as good as a mean by a pivot, of a chunk or of a chunk per lane: |grad| y adds up to at
-// most eight times what the deviations from the mean do. That spares most chunks two passes. `magnitude` is at most the sum of
-// |grad| y, so this is certain where |product| is at most 7/8 of it. It is false for NaN.
+// Returns whether the sum of grad * y of a chunk, or of a chunk per lane, is as accurate as a mean with a pivot: |grad| y adds
+// up to at most eight times the sum of the deviations from the mean. This saves most chunks two passes. `magnitude` is at most
+// the sum of |grad| y, so |product| <= 7/8 magnitude suffices. False for NaN.
 FLASH_ONLINE_INLINE Vector<int32_t> needs_no_pivot(const ProductLanes& sums) {
   return 8 * magnitude(sums.product) <= 7 * sums.magnitude;
 }
-// A chunk's sum of grad * y, and whether it is as good as a mean by a pivot.
+// A chunk's sum of grad * y, and whether it is as accurate as a mean with a pivot.
 struct ChunkProduct {
   float sum;
   bool needs_no_pivot;
@@ -251,7 +250,7 @@ FLASH_ONLINE_INLINE ChunkProduct product_of_chunk(const Row& row) {
   const float product = sum_of_lanes<float>(lanes.product), magnitude = sum_of_lanes<float>(lanes.magnitude);
   return {product, needs_no_pivot({broadcast(product), broadcast(magnitude)})[0] != 0};
 }
-// The mean of a chunk that needs a pivot; `product` is the sum of grad * y.
+// Returns the mean of a chunk that needs a pivot; `product` is the sum of grad * y.
 template <class Row>
 __attribute__((noinline)) WeightedMean about_pivot(const Row& row, float product) {
   const float weight = sum_of_lanes<float>(weight_lanes<0>(row)), pivot = pivot_of(product, weight);
@@ -259,7 +258,7 @@ __attribute__((noinline)) WeightedMean about_pivot(const Row& row, float product
 }
 
 // Adds up the lanes of each of kRows vectors, in the order of sum_of_lanes: the sum of vector r is in all of the lanes r * s to
-// r * s + s - 1 of the result, where s is their number divided by kRows.
+// r * s + s - 1 of the result, where s is the number of lanes divided by kRows.
 template <int kRows, int kStep, class V>
 FLASH_ONLINE_INLINE V sums_of_rows(V* rows) {
   constexpr size_t kWidth = sizeof(V) / sizeof(rows[0][0]);
@@ -281,7 +280,7 @@ FLASH_ONLINE_INLINE V sums_of_rows(V* rows) {
     return rows[0];
 }
 
-// Writes gradients, into the caches or past them. kOneTerm: of what is subtracted, `high` is 0.
+// Writes gradients, into the caches or past them. kOneTerm: the subtrahend's `high` is 0.
 template <class E, bool kLog, class R, bool kOneTerm = false>
 struct GradientWriter {
   using T = Accumulator<R>;

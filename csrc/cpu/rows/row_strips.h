@@ -1,14 +1,14 @@
-// Rows whose neighbours lie side by side in memory, such as those over the channels of an image: strips of them are copied into
-// a tile, widened, with a vector per class and a row per lane. Classes may be far apart in memory, and then every access to a
-// tensor reaches another page and the same few sets of a cache. So each is read or written once, in pieces of several vectors.
+// Rows that are adjacent in memory, such as rows over the channels of an image. Strips of them are copied into a tile, widened,
+// with a vector per class and a row per lane. Classes may be far apart in memory; every access to a tensor then reaches another
+// page and the same few sets of a cache. So each is read or written once, in runs of several vectors.
 #pragma once
 
 #include "row_tile.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-// Vectors of rows per strip: so many that a tile of two tensors fits the first-level cache, but enough to read memory in pieces
-// of several lines; of many classes as few as leave it in the second-level cache.
+// Vectors of rows per strip: few enough that a tile of two tensors fits the L1 cache (the L2 cache for many classes), but
+// enough to read memory in runs of several lines.
 FLASH_ONLINE_INLINE int64_t strip_vectors(int64_t classes) {
   if (classes > kChunk / 2) return 2;
   const int64_t in_first_level = 512 / classes;
@@ -16,16 +16,16 @@ FLASH_ONLINE_INLINE int64_t strip_vectors(int64_t classes) {
 }
 FLASH_ONLINE_INLINE int64_t strip_tile_bytes(int64_t classes) { return 2 * strip_vectors(classes) * classes * kVectorBytes; }
 
-// How many rows follow one another side by side: along inner, or along outer where inner is 1.
+// The number of adjacent rows: along inner, or along outer where inner is 1.
 FLASH_ONLINE_INLINE int64_t rows_side_by_side(const RowProblem& problem) {
   return problem.inner == 1 ? problem.outer : problem.inner;
 }
-// Whether each row of these tensors begins one element after the row before it.
+// Returns whether each row of these tensors begins one element after the previous row.
 template <class... Views>
 FLASH_ONLINE_INLINE bool lie_side_by_side(const RowProblem& problem, const Views&... views) {
   return ((row_stride(problem, views) == 1) && ...);
 }
-// Whether strips are for this problem and these tensors.
+// Returns whether strips are used for this problem and these tensors.
 template <class... Views>
 FLASH_ONLINE_INLINE bool lie_in_strips(const RowProblem& problem, const Views&... views) {
   return problem.classes > 16 && problem.classes <= kChunk && rows_side_by_side(problem) >= kLanes<float> &&
@@ -100,15 +100,15 @@ __attribute__((noinline)) void store_strip(const RowProblem& problem, const Muta
   }
 }
 
-// GCC does not see that of `lanes` only those are read that were written. To clear them all costs short rows a third of their
+// GCC does not see that only the written elements of `lanes` are read. Clearing all of them costs short rows a third of their
 // time.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-// The sum over all classes, at most kMost, of term(c), which has a row in each lane. It is added up in the order of a row of
-// contiguous classes: four sums (slots) per lane; then the slots, 0 and 1 first or, without kNeighboursFirst, 0 and 2 first;
-// then lane by lane. What a row has no class for is left out: there a 0 is added, which changes no bit of a sum that began with
-// 0. S is the type of sums. Of each sum of two slots, of_two(sum) is added up.
+// Sums term(c), which has a row in each lane, over all classes, at most kMost. The order is the order for a row of contiguous
+// classes: four sums (slots) per lane; then the slots, 0 and 1 first or, without kNeighboursFirst, 0 and 2 first; then lane by
+// lane. Slots and lanes without a class are skipped: adding a 0 there would change no bit of a sum that began with 0. S is the
+// type of sums. of_two(sum) is added up for each sum of two slots.
 template <class R, class S, int64_t kMost, bool kNeighboursFirst, class Term, class OfTwo = std::identity>
 FLASH_ONLINE_INLINE auto sum_of_classes(int64_t classes, const Term& term, const OfTwo& of_two = {}) {
   using T = Accumulator<R>;
@@ -118,7 +118,7 @@ FLASH_ONLINE_INLINE auto sum_of_classes(int64_t classes, const Term& term, const
   constexpr bool kOneTerm = kInDouble || kGroup >= kMost;  // in each slot of a lane
   if (classes < 1 || classes > kMost) __builtin_unreachable();
   struct InDouble {
-    Vector<double> low, high;  // as of DoubleSum, but without a value at first
+    Vector<double> low, high;  // as in DoubleSum, but uninitialised
   };
   std::conditional_t<kInDouble, InDouble, V> lanes[kWidth];
   const int64_t in_use = kInterleaved<R> ? ceil_div(classes, 2) : classes;

@@ -1,5 +1,5 @@
-// How the row kernels read and write a tensor: in tiles of rows, and one chunk of classes of a tile at a time. Where the
-// classes of a row are contiguous, kernels work on the tensor's own memory; elsewhere on a chunk copied to a buffer.
+// The row kernels read and write a tensor in tiles of rows, one chunk of classes of a tile at a time. Where the classes of a
+// row are contiguous, kernels work on the tensor's own memory; elsewhere on a chunk copied to a buffer.
 //
 // Every row is cut into the same chunks and segments and summed in the same order. Its result therefore depends on its elements
 // alone: not on strides, on other rows, on the number of threads, or on how many threads share the row.
@@ -14,7 +14,7 @@
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-constexpr int64_t kChunk = 2048;  // classes whose weights are measured from one maximum
+constexpr int64_t kChunk = 2048;  // classes that share one maximum
 constexpr int64_t kSegment = 8 * kChunk;  // classes of a long row that one thread takes at a time
 constexpr int64_t kMaxTileRows = 32;
 constexpr int64_t kCacheLineBytes = 64;
@@ -34,7 +34,7 @@ FLASH_ONLINE_INLINE int64_t row_stride(const RowProblem& problem, const View3<Po
   return problem.inner == 1 ? view.stride[0] : view.stride[2];
 }
 
-// Whether the classes of a row are contiguous.
+// Returns whether the classes of a row are contiguous.
 template <class Pointer>
 FLASH_ONLINE_INLINE bool has_contiguous_classes(const RowProblem& problem, const View3<Pointer>& view) {
   return view.stride[1] == 1 || problem.classes == 1;
@@ -77,12 +77,12 @@ class Chunks {
   FLASH_ONLINE_INLINE Element* row(int64_t r) const {
     return contiguous_ ? data_ + r * row_stride_ + current_ : buffer_ + r * pitch_;
   }
-  // Where row r's results from class `begin` on will be written; null if the row is strided or too long to stay in the cache.
+  // The address of row r's results from class `begin` on; null if the row is strided or too long to stay in the cache.
   FLASH_ONLINE_INLINE PrefetchTarget prefetch_target(int64_t r, int64_t begin) const {
     if (!contiguous_ || !prefetchable_) return {};
     return {reinterpret_cast<char*>(data_ + r * row_stride_ + begin), sizeof(E)};
   }
-  // Prefetches row r's share of the cache lines to which `count` classes will be written, if the rows lie side by side.
+  // Prefetches row r's share of the cache lines to which `count` classes will be written, if the rows are adjacent.
   FLASH_ONLINE_INLINE void prefetch_strided_share(int64_t r, int64_t begin, int64_t count) const {
     if (contiguous_ || row_stride_ != 1) return;
     const int64_t share = ceil_div(count, rows_), end = (r + 1) * share < count ? (r + 1) * share : count;
@@ -142,8 +142,8 @@ FLASH_ONLINE_INLINE void merge_states(RowState<T>& state, const RowState<T>& oth
     state.merge(other);
 }
 
-// The number of weights that `rows` rows have, each row padded to whole pairs of the widest instruction set; and whether they
-// fit into the memory for stored weights.
+// The number of weights of `rows` rows, each row padded to whole pairs of the widest instruction set; and whether they fit into
+// the memory for stored weights.
 FLASH_ONLINE_INLINE int64_t stored_weight_count(const RowProblem& problem, int64_t rows) {
   return rows * round_up(problem.classes, 32);
 }
@@ -255,26 +255,25 @@ struct NoResult {
 
 // A row kernel is a class Op(problem, tile, allocator, keep, shared...), constructed for a tile or for a part of one row.
 // first_pass(begin, end, partials) adds classes to the partial of each row; merge() joins the partials of two parts of a row;
-// finish() sees the partials of whole rows; second_pass() writes classes of the result. RowOp holds what most kernels have in
-// common.
+// finish() sees the partials of whole rows; second_pass() writes classes of the result. RowOp has the defaults of most kernels.
 struct RowOp {
   static constexpr bool kHasSecondPass = false;
-  static int64_t extra_bytes(const RowProblem&) { return 0; }  // bytes beside each Partial, which assign_extra() receives
+  static int64_t extra_bytes(const RowProblem&) { return 0; }  // extra bytes per Partial, for assign_extra()
   template <class Partial>
   static void assign_extra(const RowProblem&, Partial&, std::byte*) {}
 };
 
 constexpr int64_t kPartialBytes = 64;  // the largest Partial of all kernels
 
-// How the rows of a problem are divided into tiles.
+// The division of a problem's rows into tiles.
 struct RowPartition {
   int64_t groups, rows_per_group, rows_per_tile, segments;  // neighbouring rows form groups; a tile is part of one group
   explicit RowPartition(const RowProblem& problem, int64_t workers)
       : groups(problem.inner == 1 ? 1 : problem.outer),
         rows_per_group(problem.inner == 1 ? problem.outer : problem.inner),
         segments(ceil_div(problem.classes, kSegment)) {
-    // A tile has several rows where rows lie side by side in memory, so that they share cache lines, and where rows are short,
-    // so that handing out tiles costs little.
+    // A tile has several rows if rows are adjacent in memory, so that they share cache lines, or short, so that handing out
+    // tiles costs little.
     const ConstView3& view = problem.input.data != nullptr ? problem.input : problem.grad;
     const bool side_by_side = !has_contiguous_classes(problem, view) && view.stride[1] > row_stride(problem, view);
     rows_per_tile =
@@ -291,12 +290,12 @@ FLASH_ONLINE_INLINE bool may_split_rows(const RowProblem& problem, const RowPart
   return partition.segments > 1 && partition.total() <= kMaxSplitRows && problem.k <= kMaxSplitRows;
 }
 
-// Whether several threads share a row.
+// Returns whether several threads share a row.
 FLASH_ONLINE_INLINE bool splits_rows(const RowProblem& problem, const RowPartition& partition, int64_t workers) {
   return partition.total() < 2 * workers && may_split_rows(problem, partition);
 }
 
-// Bytes in front of every worker's scratch. Those of the first worker hold the partials of rows that several threads share.
+// Bytes at the start of every worker's scratch. The first worker's hold the partials of rows that several threads share.
 FLASH_ONLINE_INLINE int64_t split_scratch_bytes(const RowProblem& problem, int64_t storage) {
   const RowPartition partition(problem, 1);
   return may_split_rows(problem, partition) ? partition.total() * partition.segments * (kPartialBytes + storage) : 0;
@@ -369,7 +368,7 @@ FLASH_ONLINE_INLINE void run_rows(const RowProblem& problem, const Executor& exe
   });
 }
 
-// Calls f(E{}, R{}) with the element types of a problem and of its result: R is E, or float beside an E of 16 bits.
+// Calls f(E{}, R{}) with the element types of a problem and of its result: R is E or, if E has 16 bits, float.
 template <class F>
 FLASH_ONLINE_INLINE void visit_row_types(const RowProblem& problem, const F& f) {
   visit_floating<Float16, BFloat16>(problem.dtype, [&](auto type) {
@@ -381,7 +380,7 @@ FLASH_ONLINE_INLINE void visit_row_types(const RowProblem& problem, const F& f) 
   });
 }
 
-// Reports a row whose target or index is out of range. The lowest row is kept, whatever the order of the threads.
+// Reports a row with a target or index out of range. The lowest row is kept, whatever the order of the threads.
 FLASH_ONLINE_INLINE void report_bad_row(const RowProblem& problem, int64_t row) {
   int64_t lowest_row = __atomic_load_n(problem.bad_row, __ATOMIC_RELAXED);
   while ((lowest_row < 0 || row < lowest_row) &&
@@ -398,7 +397,7 @@ void topk_softmax(const RowProblem& problem, const Executor& executor);
 void topk_softmax_backward(const RowProblem& problem, const Executor& executor);
 int64_t topk_row_bytes(const RowProblem& problem);
 
-// Corrects the state of a row that holds +inf, whose sum is NaN: its logsumexp is infinity, unless the row also holds a NaN.
+// Corrects the state of a row that holds +inf and so has a sum of NaN: its logsumexp is infinity, unless the row holds a NaN.
 template <class E>
 FLASH_ONLINE_INLINE void resolve_infinity(const RowProblem& problem, const RowTile& tile, int64_t r,
                                           RowState<Accumulator<E>>& state) {

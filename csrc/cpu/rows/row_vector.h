@@ -65,12 +65,7 @@ FLASH_ONLINE_INLINE Vector<uint16_t> encode(BFloat16, Pair<float> x) {
   return reinterpret_cast<Vector<uint16_t>>(
       _mm512_maskz_permutexvar_epi16(~__mmask32{}, reinterpret_cast<__m512i>(order), reinterpret_cast<__m512i>(packed)));
 #else
-  const auto rounded = [](Vector<float> number) __attribute__((always_inline)) {  // the result is the upper half
-    const auto bits = reinterpret_cast<Vector<uint32_t>>(number);
-    const Vector<uint32_t> result = bits + 0x7fffu + ((bits >> 16) & 1u);
-    return (bits & 0x7fffffffu) > 0x7f800000u ? Vector<uint32_t>{} + 0x7fc00000u : result;
-  };
-  return reinterpret_cast<Vector<uint16_t>>((rounded(x.a) >> 16) | (rounded(x.b) & 0xffff0000u));
+  return reinterpret_cast<Vector<uint16_t>>((rounded_to_bfloat16(x.a) >> 16) | (rounded_to_bfloat16(x.b) & 0xffff0000u));
 #endif
 }
 FLASH_ONLINE_INLINE Vector<uint16_t> encode(Float16, Pair<float> x) {
@@ -111,13 +106,13 @@ FLASH_ONLINE_INLINE void store_pair(E* to, Pair<Accumulator<E>> x) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// All bits of the first `count` lanes, none of the others.
+// Returns a mask with all bits of the first `count` lanes set.
 FLASH_ONLINE_INLINE Vector<int32_t> first_lanes(int64_t count) {
   return Vector<int32_t>{0, 1, 2, 3, 4, 5, 6, 7} < static_cast<int32_t>(count);
 }
 #endif
 
-// Loads the first `count` of kPair elements of 16 bits; the others are `fill`, and memory past the end is not touched.
+// Loads the first `count` of kPair elements of 16 bits; later elements are `fill`, and memory past the end is not touched.
 template <class E>
 FLASH_ONLINE_INLINE Vector<uint16_t> load_bits(const E* from, int64_t count, float fill) {
 #if defined(__AVX512F__)
@@ -405,19 +400,19 @@ FLASH_ONLINE_INLINE Vector<T> log_sums(Vector<T> sum) {
   return narrow;
 }
 
-// The value x, which a compiler would otherwise not have rounded where it contracts x, a product, with an addition to one
-// operation. Where two equal products cancel, their difference is to be 0 and not what the rounding of one of them dropped.
+// Returns the product x, rounded: a compiler would otherwise contract it with an addition into one operation. Where two equal
+// products cancel, their difference must be 0, not the rounding error of one of them.
 template <class V>
 FLASH_ONLINE_INLINE V rounded_product(V x) {
 #if defined(__has_builtin) && __has_builtin(__builtin_assoc_barrier)
   return __builtin_assoc_barrier(x);
 #else
-  return x;  // clang contracts within a single expression alone
+  return x;  // clang contracts only within a single expression
 #endif
 }
 
-// a - b * c, with one rounding where the instruction set can. A compiler that contracts by itself does so or not by what stands
-// around the expression, and the same element has to have the same bits wherever it is computed.
+// a - b * c, with one rounding where the instruction set can. A compiler's own contraction depends on the code around the
+// expression, and the same element must have the same bits wherever it is computed.
 template <class V>
 FLASH_ONLINE_INLINE V minus_product(V a, V b, V c) {
 #if defined(__AVX512F__)
@@ -439,7 +434,7 @@ FLASH_ONLINE_INLINE V minus_product(V a, V b, V c) {
 #endif
 }
 
-// A number of twice the digits of T: a sum of two, of which the second is 0 where the first is infinite or NaN.
+// A number of twice the digits of T: a sum of two; the second is 0 where the first is infinite or NaN.
 template <class T>
 struct TwoParts {
   T high, low;
@@ -449,8 +444,8 @@ struct TwoParts {
   }
 };
 
-// Writes a chunk pair by pair: f(index, count) returns the pair of results from `index` on; the last pair may have fewer
-// than kPair elements. L is the element type whose lane order f's pairs have.
+// Writes a chunk pair by pair: f(index, count) returns the pair of results from `index` on; the last pair may have fewer than
+// kPair elements. f's pairs have the lane order of element type L.
 template <class L, class R, class F>
 FLASH_ONLINE_INLINE void write_chunk(int64_t count, R* to, const F& f) {
   int64_t i = 0;

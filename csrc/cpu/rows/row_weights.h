@@ -57,9 +57,9 @@ FLASH_ONLINE_INLINE Accumulator<E> max_of(const E* x, int64_t count) {
 }
 
 // The accuracy of weights. kExact: within 1 ulp of exp(score - max), or 1.2 without FMA. kSum: the smaller a weight, the larger
-// its relative error, by as much as the rounding of the difference causes. kRounded: within 3e-6 of that, for results that are
-// rounded to 16 bits. In all of them the largest weight is exactly 1: a row whose other weights vanish has the probability 1,
-// and a gradient that cancels there is 0.
+// its relative error, by as much as the rounding of the difference causes. kRounded: within 3e-6 of kSum, for results that are
+// rounded to 16 bits. In all of them the largest weight is exactly 1: if all other weights of a row vanish, its probability is
+// 1, and a gradient that cancels there is 0.
 enum class ExpAccuracy { kExact, kSum, kRounded };
 
 #if defined(__AVX512F__)
@@ -100,14 +100,14 @@ struct ApproximateNatural {
   static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return power_of_2<kDegree>(x * FastNatural::kLog2e); }
 };
 #else
-// For numbers that are at most 0, or NaN: without AVX-512, 2^n is made of its bits, and then takes one factor.
+// For numbers that are at most 0, or NaN: without AVX-512, 2^n is made of its bits and takes one factor.
 struct NaturalUpToZero : FastNatural {
   using FastNatural::exp;
   static FLASH_ONLINE_INLINE Vector<float> exp(Vector<float> x) { return FastNatural::exp<true>(x); }
 };
 #endif
 
-// The base of exponentials for scores of type E, whose accumulator is T, and an accuracy.
+// The base of exponentials for scores of type E with accumulator T, and an accuracy.
 template <class T, class E, ExpAccuracy accuracy>
 struct BaseForAccuracy {
   using type = FastNatural;
@@ -139,8 +139,8 @@ FLASH_ONLINE_INLINE V exp_rounded_to(V x) {
   return FastNatural::exp(x);
 }
 
-// Computes the weights exp(score - max) of a chunk of scores, where `max` is the chunk's. The difference is taken in natural
-// units, before it is scaled for a base of 2: it is 0 for the largest score, whatever that is.
+// Computes the weights exp(score - max) of a chunk of scores with maximum `max`. The difference is taken in natural units,
+// before it is scaled for a base of 2: it is 0 for the largest score, whatever its value.
 template <class T, class Base>
 struct ScoreExp {
   OnlineSoftmax<Vector<T>, Base> state;

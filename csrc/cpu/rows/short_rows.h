@@ -1,5 +1,5 @@
-// Kernels for rows too short to fill a vector: each lane holds a row of its own. Nothing is summed across lanes, and all lanes
-// are busy however short the rows are and whatever their strides.
+// Kernels for rows too short to fill a vector: each lane holds one row. Nothing is summed across lanes, and all lanes are busy
+// however short the rows are and whatever their strides.
 #pragma once
 
 #include "row_tile.h"
@@ -8,13 +8,12 @@ namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
 constexpr int64_t kMaxShortClasses = 32;
 
-// Kernels that move more than two tensors into and out of lanes set a lower `max_classes`, as they gain with fewer classes
-// only.
+// Kernels that move more than two tensors into and out of lanes set a lower `max_classes`: they gain only with fewer classes.
 FLASH_ONLINE_INLINE bool is_short(const RowProblem& problem, int64_t max_classes = kMaxShortClasses) {
   return problem.classes > 0 && problem.classes <= max_classes;
 }
 
-// At most kLanes rows side by side, along inner, or along outer where inner is 1.
+// At most kLanes adjacent rows, along inner, or along outer where inner is 1.
 struct RowBlock {
   int64_t outer, inner, first_row, rows;
 };
@@ -71,7 +70,7 @@ FLASH_ONLINE_INLINE void store_per_row(void* array, const RowBlock& block, Vecto
   __builtin_memcpy(static_cast<T*>(array) + block.first_row, &x, block.rows * sizeof(T));
 }
 
-// The states of a block's rows, side by side. If kKeep is set, the weights replace x.
+// Returns the states of a block's rows, one per lane. If kKeep is set, the weights replace x.
 template <class E, ExpAccuracy accuracy, bool kKeep>
 FLASH_ONLINE_INLINE auto absorb_block(int64_t classes, Vector<Accumulator<E>>* x) {
   using T = Accumulator<E>;

@@ -1,5 +1,5 @@
-// Softmax, log-softmax and logsumexp on the CPU, and the table of all row kernels of an instruction set; the gradient of the
-// first two has a file of its own. Each kernel reads a row once for its maximum and sum (online softmax,
+// Softmax, log-softmax and logsumexp on the CPU, and the table of all row kernels of an instruction set; softmax_backward.cpp
+// has the gradients of the first two. Each kernel reads a row once for its maximum and sum (online softmax,
 // core/online_softmax.h), and once more for its result.
 #include "../kernels.h"
 #include "row_strips.h"
@@ -9,7 +9,7 @@ namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
 namespace {
 
-// Whether softmax is computed in strips: where a vector has eight lanes or more, as exp_scores has four sums there.
+// Returns whether softmax is computed in strips: if a vector has eight lanes or more, where exp_scores has four sums.
 bool softmax_in_strips(const RowProblem& problem) {
   const int lanes = kVectorBytes / (problem.dtype == DType::kFloat64 ? 8 : 4);
   return lanes >= 8 && problem.classes > kMaxShortClasses && lie_in_strips(problem, problem.input, problem.result);
@@ -30,7 +30,7 @@ int64_t scratch(const RowProblem& problem) {
   if (strips && problem.k == 0) return strip_tile_bytes(problem.classes);
   int64_t bytes = split_scratch_bytes(problem, topk_row_bytes(problem)) +
                   partition.rows_per_tile * ScratchAllocator::bytes_of<std::byte>(topk_row_bytes(problem));
-  // Buffers for rows whose classes are not contiguous.
+  // Buffers for rows without contiguous classes.
   const auto add = [&](const auto& view, DType dtype) {
     if (view.data != nullptr && !has_contiguous_classes(problem, view))
       bytes += ScratchAllocator::bytes_of<std::byte>(partition.rows_per_tile * buffer_pitch(problem) * size_of(dtype));
@@ -126,7 +126,7 @@ struct LogSoftmaxOp : RowOp {
       result.begin_write(first);
       for (int64_t r = 0; r < tile.rows; ++r) {
         const E* x = weights.input().row(r);
-        // x - max is exact where it matters, near the maximum; the logarithm of the sum is small beside a large maximum.
+        // x - max is exact where it matters, near the maximum; the logarithm of the sum is small compared with a large maximum.
         const auto& state = partial[r].state;
         const Vector<T> max = broadcast(static_cast<T>(pivot(state.max)));
         const Vector<T> log_of_row = broadcast(static_cast<T>(logs[r]));

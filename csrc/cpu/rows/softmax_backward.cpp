@@ -1,7 +1,7 @@
-// The gradients of softmax and log-softmax on the CPU. Rows of contiguous classes are computed from one end to the other: those
-// that fill at most a chunk in batches, longer ones chunk by chunk. Rows that lie side by side are computed in strips, one per
-// lane (row_strips.h); rows that threads share and rows of other strides by tiles (row_tile.h), very short ones of them one per
-// lane (short_rows.h).
+// The gradients of softmax and log-softmax on the CPU. Rows of contiguous classes are computed from one end to the other: rows
+// of at most a chunk in batches, longer rows chunk by chunk. Adjacent rows are computed in strips, one row per lane
+// (row_strips.h). Rows that threads share, and rows of other strides, are computed in tiles (row_tile.h), or one per lane if
+// very short (short_rows.h).
 #include "gradient_rows.h"
 #include "row_strips.h"
 #include "short_rows.h"
@@ -10,8 +10,8 @@ namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
 namespace {
 
-// Results that no cache holds until they are read go past the caches: the memory is not read before it is written. Below that
-// size, whoever reads them next finds them in a cache.
+// Results too large for any cache to hold until they are read are stored past the caches: the memory is not read before it is
+// written. The next reader finds smaller results in a cache.
 constexpr int64_t kLeastStreamedBytes = int64_t{12} << 20;
 
 template <class E>
@@ -36,7 +36,7 @@ struct SoftmaxBackwardOp : RowOp {
         WeightedMean::merge(other);
     }
     FLASH_ONLINE_INLINE Subtrahend<T> subtrahend(int64_t classes) const {
-      return classes <= kChunk ? subtrahend_of_chunk() : in_two_parts(value());  // of a chunk as it is in a batch
+      return classes <= kChunk ? subtrahend_of_chunk() : in_two_parts(value());  // one chunk: as in a batch
     }
     static FLASH_ONLINE_INLINE Subtrahend<T> in_two_parts(double mean) {
       const TwoParts<T> parts(mean);
@@ -103,9 +103,9 @@ struct SoftmaxBackwardOp : RowOp {
   }
 };
 
-// Rows of contiguous classes, each in one chunk, whose gradients lie one after another. A batch of rows is summed, and then
-// written: rows of few classes four at a time, since the lanes of four vectors are added up at little more cost than those of
-// one, and the others one at a time.
+// Rows of contiguous classes, each in one chunk, with gradients one after another. A batch of rows is summed and then written.
+// Rows of few classes go four at a time, since adding up the lanes of four vectors costs little more than the lanes of one;
+// longer rows go one at a time.
 template <class E, class R, bool kLog>
 struct ContiguousRows {
   using T = Accumulator<R>;
@@ -113,7 +113,7 @@ struct ContiguousRows {
   // A mean takes two sums per row.
   static constexpr int kBatchRows = std::min(4, kLanes<S> / (kTakesMean<R, kLog> ? 2 : 1));
   template <int kUnits>
-  static constexpr bool kUnrolls = kTakesMean<R, kLog> || (kUnits > 0 && !kLog);  // else there is much code per row
+  static constexpr bool kUnrolls = kTakesMean<R, kLog> || (kUnits > 0 && !kLog);  // else the code per row is large
 
   const RowProblem& problem;
   const int64_t count = problem.classes;
@@ -133,13 +133,13 @@ struct ContiguousRows {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(E));
     return std::is_same_v<E, R> && streams<E>(problem) && (bytes % kVectorBytes == 0 || bytes >= 8 * kVectorBytes);
   }
-  // How many rows of a work item must come after one whose end is loose.
+  // The number of rows that must follow a row with a loose end, so that whole-vector accesses past its end are safe.
   int64_t rows_behind_loose() const {
     const int64_t beyond = round_up(count, kUnit<R>) - count,
                   stride = std::min({problem.grad.stride[0], problem.output.stride[0], count});
     return stride < 1 ? problem.outer : ceil_div(beyond, stride);
   }
-  // Calls f(r, row) for the rows of a batch; unrolled, what is summed stays in registers.
+  // Calls f(r, row) for the rows of a batch; if unrolled, the sums stay in registers.
   template <int kRows, RowEnd kEnd, bool kUnrolled = false, class F>
   FLASH_ONLINE_INLINE void for_each_row(int64_t first, const F& f) const {
     GradientRow<R, kEnd> row(static_cast<const R*>(problem.grad.data) + first * problem.grad.stride[0],
@@ -171,7 +171,7 @@ struct ContiguousRows {
       GradientWriter<E, kLog, R, kOneTerm>(subtrahend[r]).template write<kUnits>(row, to + r * count);
     });
   }
-  // The batches from `row` on that end at `last` or before it. These functions return the row behind what they did.
+  // Computes the batches from `row` on that end at or before `last`. These functions return the first row not computed.
   template <int kUnits, int kRows, RowEnd kEnd>
   __attribute__((noinline)) int64_t batches(int64_t row, int64_t last) const {
     for (; row + kRows <= last; row += kRows) batch<kUnits, kRows, kEnd>(row);
@@ -179,12 +179,12 @@ struct ContiguousRows {
   }
   template <int kUnits, int kRows>
   FLASH_ONLINE_INLINE int64_t batches_with_ends(int64_t row, int64_t last) const {
-    if constexpr (kTakesMean<R, kLog>)  // other rows gain little from an end of their own
+    if constexpr (kTakesMean<R, kLog>)  // other rows gain little from a separate end
       if (count % kUnit<R> == 0) return batches<kUnits, kRows, RowEnd::kNone>(row, last);
     row = batches<kUnits, kRows, RowEnd::kLoose>(row, last - rows_behind_loose());
     return batches<0, kRows, RowEnd::kExact>(row, last);
   }
-  // The batches of rows of so many units, by a function of their own up to kUnits.
+  // Computes batches of rows of `units` units, with a separate function for each count up to kUnits.
   template <int kUnits>
   FLASH_ONLINE_INLINE int64_t batches_of_few(int64_t units, int64_t row, int64_t last) const {
     if constexpr (kUnits > 0)
@@ -226,7 +226,7 @@ struct ContiguousRows {
   }
 };
 
-// Rows of contiguous classes, of several chunks each, which no threads share. The sums are those of SoftmaxBackwardOp.
+// Rows of contiguous classes, of several chunks each, that no threads share. The sums equal SoftmaxBackwardOp's.
 template <class E, class R, bool kLog>
 struct LongContiguousRows {
   using Op = SoftmaxBackwardOp<E, R, kLog>;
@@ -302,7 +302,7 @@ void contiguous_softmax_backward(const RowProblem& problem, const Executor& exec
   run_contiguous(problem, executor, kernel, kernel.rows_per_batch());
 }
 
-// What is subtracted in the rows of the lanes. products(of_two), weights() and deviations(pivot) are sums over their classes.
+// The subtrahends of the rows in the lanes. products(of_two), weights() and deviations(pivot) are sums over their classes.
 template <class Products, class Weights, class Deviations>
 FLASH_ONLINE_INLINE Subtrahend<Vector<float>> mean_of_lanes(const Products& products, const Weights& weights,
                                                             const Deviations& deviations) {
@@ -344,7 +344,7 @@ FLASH_ONLINE_INLINE void gradients_of_lanes(int64_t classes, Vector<T>* g, const
   }
 }
 
-// Computes a whole block of rows side by side in registers, if it has at most kClasses classes. Returns whether it did.
+// Computes a whole block of rows, one per lane, in registers, if it has at most kClasses classes. Returns whether it did.
 template <int kClasses>
 FLASH_ONLINE_INLINE bool gradients_of_few(const RowProblem& problem, const RowBlock& block) {
   if constexpr (kClasses > 0) {
@@ -381,8 +381,8 @@ void short_softmax_backward(const RowProblem& problem, const Executor& executor)
   });
 }
 
-// The gradients of kVectors vectors of rows side by side, by a mean. Sums go class by class, as the rows lie in memory: each of
-// the slots of sum_of_classes is a vector of its own.
+// Computes the gradients of kVectors vectors of adjacent rows, with a mean. Sums go class by class, in memory order: each slot
+// of sum_of_classes is a separate vector.
 template <class E, int kVectors>
 __attribute__((noinline)) void gradients_side_by_side(const RowProblem& problem, const RowStrip& strip) {
   using V = Vector<float>;

@@ -27,7 +27,7 @@ struct RanksBefore {
   }
 };
 
-// The best `capacity` of the candidates pushed: a sorted list if they are few, else a heap whose front is the worst of them.
+// The best `capacity` candidates pushed so far: a sorted list if they are few, else a heap with the worst of them in front.
 template <class T>
 class TopCandidates {
  public:
@@ -85,8 +85,8 @@ class TopCandidates {
     std::push_heap(candidates_, candidates_ + size_, RanksBefore{});
   }
 
-  // A number that at least `capacity` of the elements are not below: the capacity-th of the largest elements of each lane. -inf
-  // if there are too few lanes or elements.
+  // Returns a bound that at least `capacity` elements are not below: the capacity-th largest of the lanes' maxima. -inf if
+  // there are too few lanes or elements.
   template <class E>
   T lower_bound(const E* x, int64_t count) const {
     if (capacity_ > kPair<E> / 2 || count < 2 * kPair<E>) return lowest<T>();
@@ -104,7 +104,7 @@ class TopCandidates {
     }
     return bound;
   }
-  // A bit for each lane, counted through both vectors, whose element is not below `threshold`; NaN is not.
+  // Returns a bit for each lane, counted through both vectors: set if its element is not below `threshold`. NaN is not below.
   static FLASH_ONLINE_INLINE uint32_t lanes_not_below(Pair<T> pair, T threshold) {
     constexpr int kWidth = kLanes<T>;
 #if defined(__AVX512F__)
@@ -193,9 +193,9 @@ struct ForwardOp : RowOp {
   }
 };
 
-// Of the whole softmax, with s the sum over the k of grad_j p_j: grad_input_c = p_c (grad_c - s), where grad_c is 0 outside the
-// k. Renormalised, the k are a softmax of their own and the other classes get 0. Its p, which were rounded to the result's
-// dtype, are made to add up to 1 again.
+// Without renormalisation grad_input_c = p_c (grad_c - s), where s is the sum over the k of grad_j p_j, and grad_c is 0 outside
+// the k. With it, the k are a softmax by themselves and other classes get 0; its p, which were rounded to the result's dtype,
+// are scaled to add up to 1 again.
 template <class E, class R>
 struct BackwardOp : RowOp {
   using T = Accumulator<E>;

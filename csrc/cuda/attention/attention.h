@@ -13,13 +13,13 @@ struct CUstream_st;  // what a cudaStream_t points to
 
 namespace flash_online::cuda {
 
-// What the choice of a kernel depends on, besides the problem.
+// The properties of the GPU that the choice of a kernel depends on.
 struct Gpu {
   int major = 0, minor = 0;  // compute capability
   int shared_bytes = 0;      // the most shared memory of a CTA
 };
 
-// What a forward or backward pass of the kernels consists of.
+// The arguments of a forward or backward pass.
 struct ForwardPass {
   AttentionProblem problem;
 };
@@ -46,12 +46,12 @@ struct Plan {
 // Decides about a pass for the current device: once per pass. Throws std::runtime_error with the reason of each kernel family
 // where none takes it.
 Plan<ForwardPass> plan_forward(const AttentionProblem& problem);
-// Of a problem with cached keys.
+// Plans a problem with cached keys.
 Plan<ForwardPass> plan_cached(const AttentionProblem& problem);
 // gradients.kv_grad_heads must be set.
 Plan<BackwardPass> plan_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
 
-// How many passes this process has planned.
+// The number of passes that this process has planned.
 int64_t plans_made();
 
 // The kernel families of a forward or backward pass in order of preference, each with its reason to refuse the problem, or an
@@ -62,8 +62,8 @@ Candidates backward_candidates(const BackwardPass& pass, const Gpu& gpu);
 
 // The number of heads that dK and dV should have (gradients.kv_grad_heads): a multiple of the numbers of key and value heads,
 // to which the caller sums them. More heads than necessary keep the GPU busy when there are few keys and few key heads, and
-// keep what is under way in the L2 cache when many query heads share keys under a causal mask; with `deterministic` there are
-// none, since a head's gradients must not depend on the batch and on the heads beside it.
+// keep the working set in the L2 cache when many query heads share keys under a causal mask. With `deterministic` there are no
+// additional heads, since a head's gradients must not depend on the batch and on other heads.
 int64_t attention_kv_grad_heads(const AttentionProblem& problem, bool deterministic);
 
 // Writes new keys and values into a cache, and rotates queries.

@@ -1,4 +1,4 @@
-// Which kernel family runs a pass: the families in order of preference, each with its reason to refuse.
+// The choice of the kernel family for a pass: the families in order of preference, each with its reason to refuse.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -87,8 +87,8 @@ constexpr Family<BackwardPass> kBackward[] = {
     family<BackwardPass, AttentionBackwardSm80, HeadDims>("sm80"),
     family<BackwardPass, AttentionBackwardFloat64, HeadDimsFloat64, true>("float64")};
 
-// Why a family does not take a pass; null: it does. FLASH_ONLINE_KERNEL, read once per process, forces a family where there is
-// a choice: float64 has one alone.
+// The reason why a family does not take a pass; null: it does. FLASH_ONLINE_KERNEL, read once per process, forces a family if
+// there is a choice: float64 has only one.
 template <class Pass>
 const char* refusal(const Family<Pass>& family, const Instance<Pass>* instance, const Pass& pass, const Gpu& gpu) {
   if (family.is_float64 && pass.problem.dtype != DType::kFloat64) return "it takes float64 alone";

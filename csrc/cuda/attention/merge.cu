@@ -16,10 +16,10 @@ namespace flash_online::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPartsAtOnce = 4;  // whose outputs a lane reads before it adds any
+constexpr int kPartsAtOnce = 4;  // a lane reads their outputs before it adds any
 
-// The parts come with the launch where they are few. More of them would not fit, and a copy from the host could not be part of
-// a CUDA graph, since it would read the host's memory again whenever the graph runs: small kernels write a table of them then.
+// Up to this many parts are kernel arguments. More would not fit, and a copy from the host could not be part of a CUDA graph,
+// since it would read the host's memory again whenever the graph runs: small kernels write a table of the parts instead.
 constexpr int kPartsPerLaunch = 32;
 
 struct MergeArguments {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_columns(T* to, const Sum<T> (&x)[kWidth]) 
     *reinterpret_cast<uint4*>(to) = pack<T>(x);
 }
 
-// What a group of lanes knows of its row. Part n's row has the share share(n) in the merged row; an empty part has the share 0,
+// The state of a group of lanes for its row. share(n) is the share of part n's row in the merged row: 0 for an empty part,
 // whatever its row holds.
 template <class T>
 struct MergeRow {
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads) merge_backward(const __grid_constant
   });
 }
 
-// Whether rows of all of these begin at multiples of 16 bytes.
+// True if rows of all of these begin at multiples of 16 bytes.
 template <class T>
 bool has_vectors(const MergeProblem& problem, const MergeGradients& gradients) {
   const auto is_aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0; };

@@ -7,7 +7,7 @@
 
 namespace flash_online::cuda {
 
-// Whether the GPU has bulk copies.
+// True if the GPU has bulk copies.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 constexpr bool kHasBulkCopy = true;
 #else

@@ -11,11 +11,11 @@ namespace flash_online::cuda {
 __device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void make_opaque(float& x) { asm volatile("" : "+f"(x)); }
 
-// The value is computed, even if nobody uses it.
+// Makes the compiler compute a value that is not used.
 __device__ __forceinline__ void keep(unsigned x) { asm volatile("" ::"r"(x)); }
 
-// A copy of the value whose origin the compiler does not know. From a wgmma descriptor that does not change within a loop, it
-// would otherwise derive one descriptor per step and keep them all in registers.
+// Returns a copy of the value and hides its origin from the compiler. From a wgmma descriptor that does not change within a
+// loop, the compiler would otherwise derive one descriptor per step and keep them all in registers.
 __device__ __forceinline__ uint64_t opaque(uint64_t value) {
   asm volatile("" : "+l"(value));
   return value;

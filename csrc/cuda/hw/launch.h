@@ -30,7 +30,7 @@ inline int current_device() {
   return device;
 }
 
-// An attribute of the current device, whose value must not be 0. The runtime is asked once per device.
+// An attribute of the current device; its value must not be 0. The runtime is asked once per device.
 template <cudaDeviceAttr kAttribute>
 int device_attribute() {
   static std::atomic<int> cache[kMaxDevices];
@@ -95,7 +95,7 @@ void launch_dependent(void (*kernel)(Problem), const Problem& problem, dim3 ctas
   check(cudaLaunchKernelEx(&setup.config, kernel, problem), "cudaLaunchKernelEx");
 }
 
-// A persistent kernel, each of whose CTAs processes several work items. There is one static object per kernel.
+// A persistent kernel: each CTA processes several work items. There is one static object per kernel.
 template <class Problem>
 class PersistentKernel {
  public:
@@ -112,7 +112,7 @@ class PersistentKernel {
   }
 
  private:
-  // How many CTAs the current device can hold at once. The runtime is asked once per device.
+  // The number of CTAs that the current device can hold at once. The runtime is asked once per device.
   int resident_ctas() {
     const int device = current_device();
     std::atomic<int>* cached = device < kMaxDevices ? &cache_[device] : nullptr;

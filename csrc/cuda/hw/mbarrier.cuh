@@ -36,7 +36,7 @@ __device__ __forceinline__ void wait(uint64_t* barrier, unsigned parity) {
       : "memory");
 }
 
-// Whether the phase of this parity is complete, without waiting.
+// True if the phase of this parity is complete. Does not wait.
 __device__ __forceinline__ bool test_wait(uint64_t* barrier, unsigned parity) {
   unsigned complete;
   asm volatile(

@@ -10,7 +10,7 @@ __device__ __forceinline__ unsigned sign_mask_16x2(unsigned x) {
   return signs;
 }
 
-// The same of x << 8.
+// sign_mask_16x2() of x << 8.
 __device__ __forceinline__ unsigned sign_mask_16x2_below(unsigned x) {
   unsigned signs;
   asm("prmt.b32 %0, %1, 0, 0xaa88;" : "=r"(signs) : "r"(x));

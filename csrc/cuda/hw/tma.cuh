@@ -78,7 +78,7 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, T
       : "memory");
 }
 
-// The same for what is read once: the L2 cache evicts it first.
+// tma_load() of data that is read once: the L2 cache evicts it first.
 __device__ __forceinline__ void tma_load_once(void* shared, const CUtensorMap& map, TmaCoord at, uint64_t* barrier) {
   constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // what createpolicy makes of evict_first and a fraction of 1
   asm volatile(

@@ -33,7 +33,7 @@ __device__ __forceinline__ T narrow(float x) {
     return T{x};
 }
 
-// How many bytes a pointer is past a multiple of 16.
+// The number of bytes that a pointer is past a multiple of 16.
 __host__ __device__ __forceinline__ unsigned misalignment(const void* pointer) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(pointer)) % kVectorBytes;
 }
@@ -150,7 +150,7 @@ __device__ __forceinline__ void store_together(T* to, const float (&x)[kElements
   for (int e = 0; e < kElements; ++e) to[e] = narrow<T>(x[e]);
 }
 
-// A vector whose elements are all -infinity.
+// A vector of elements that are all -infinity.
 template <class T>
 __device__ __forceinline__ uint4 lowest_vector() {
   constexpr unsigned word = std::is_same_v<T, float> ? 0xff800000u : std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;

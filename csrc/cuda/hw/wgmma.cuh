@@ -1,8 +1,8 @@
-// Products on the tensor cores, one warpgroup at a time (wgmma). A product has 64 rows and a depth of 16, and runs
-// asynchronously beside the instructions that follow. The right operand is in shared memory as TMA leaves it, in swizzled boxes
-// of [rows][64] elements; the left operand is there too, or in registers.
+// Products on the tensor cores by one warpgroup (wgmma). A product has 64 rows and a depth of 16, and runs asynchronously with
+// the instructions that follow. The right operand is in shared memory as TMA leaves it, in swizzled boxes of [rows][64]
+// elements; the left operand is in shared memory too, or in registers.
 //
-// Of a 64 x N accumulator, lane l of warp w holds, for every j < N / 8, the columns 8 j + 2 * (l % 4) + {0, 1}: of row
+// Lane l of warp w holds, for every j < N / 8, the columns 8 j + 2 * (l % 4) + {0, 1} of a 64 x N accumulator: of row
 // 16 w + l / 4 in d[4 j + {0, 1}], and of row 16 w + l / 4 + 8 in d[4 j + {2, 3}]. An accumulator becomes the left operand of
 // another product without an exchange between lanes: its words of step t are the pairs (d[8 t], d[8 t + 1]),
 // (d[8 t + 2], d[8 t + 3]), (d[8 t + 4], d[8 t + 5]) and (d[8 t + 6], d[8 t + 7]), each rounded to 16-bit elements.
@@ -28,14 +28,14 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // A descriptor names an operand in shared memory. Adding bytes / 16 to it moves the operand's start.
 
-// The descriptor of an operand whose rows are the boxes' rows, so that k runs along them: [row][k]. A step of 16 in k is 32
-// bytes, and a step of 64 is the next box.
+// The descriptor of an operand [row][k]: its rows are the boxes' rows, and k runs along them. A step of 16 in k is 32 bytes; a
+// step of 64 is the next box.
 __device__ __forceinline__ uint64_t k_major_descriptor(unsigned shared_address) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32, kUnused = uint64_t{1} << 16;
   return kSwizzle128 | kEightRows | kUnused | ((shared_address & 0x3ffff) >> 4);
 }
-// The descriptor of an operand whose rows (of a right operand: columns) run along the boxes' rows, so that a box's rows are k:
-// [k][row]. Rows from 64 on are in the next box, `box_bytes` further. A step of 16 in k is 16 rows of a box, 2048 bytes.
+// The descriptor of an operand [k][row]: its rows (for a right operand: its columns) run along the boxes' rows, and a box has a
+// row per k. Rows from 64 on are in the next box, `box_bytes` further. A step of 16 in k is 16 rows of a box, 2048 bytes.
 __device__ __forceinline__ uint64_t mn_major_descriptor(unsigned shared_address, unsigned box_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
   return kSwizzle128 | kEightRows | uint64_t{box_bytes / 16} << 16 | ((shared_address & 0x3ffff) >> 4);

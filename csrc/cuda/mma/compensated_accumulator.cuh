@@ -12,7 +12,7 @@ namespace flash_online::cuda {
 template <class Element, int kRows, int kColumns>
 struct CompensatedAccumulator {
   using F = Fragments<Element>;
-  // Whether a result stays the sum of the two parts: rounding it to one float would be most of its error.
+  // True if a result stays the sum of the two parts: rounding it to one float would be most of its error.
   static constexpr bool kCompensated = F::kPieces == 3;
   Accumulator<kRows, kColumns> low;
 
@@ -63,8 +63,8 @@ __device__ __forceinline__ void add_low(Accumulator<kRows, kColumns>& d,
     for_each(d, [&](float& x, int i, int j, int e) { x = add_if_finite(x, compensation.low[i][j][e]); });
 }
 
-// Adds the low part of elements whose results are one float each. Compensated results stay in two parts, whose infinities
-// clear_low_if_infinite or renormalize must see to.
+// Adds the low part if each result is one float. Compensated results stay in two parts; for infinities among them the caller
+// must call clear_low_if_infinite or renormalize.
 template <class Element, int kRows, int kColumns>
 __device__ __forceinline__ void add_low_unless_compensated(
     Accumulator<kRows, kColumns>& d, const CompensatedAccumulator<Element, kRows, kColumns>& compensation) {

@@ -9,8 +9,8 @@ namespace flash_online::cuda {
 
 struct GemmOptions {
   bool transposed = false;  // of floats: gives the bits that the transposed product has
-  // Of 16-bit elements: the tensor cores cut off what a sum does not hold in pairs of steps alone; float adders, which round,
-  // sum the pairs. For long sums, which lose several units in the last place otherwise.
+  // For 16-bit elements: the tensor cores, which truncate sums, sum only pairs of steps; float adders, which round, sum the
+  // pairs. For long sums, which otherwise lose several units in the last place.
   bool rounded = false;
 };
 
@@ -113,7 +113,7 @@ __device__ __forceinline__ void multiply_by_columns(Accumulator<kRows, kColumns>
     }
   } else {
     constexpr int kCount = kColumns % 4 == 0 && kRows == 1 ? 4 : 2;
-    // The steps whose sums are added to d at once.
+    // Steps that are summed before the sum is added to d.
     constexpr int kGroup = kSteps % 4 == 0 ? 4 : kSteps % 3 == 0 ? 3 : kSteps % 2 == 0 ? 2 : 1;
 #pragma unroll
     for (int first = 0; first < kSteps; first += kGroup) {

@@ -13,7 +13,7 @@ struct Bf16x2Float {
   float value;
 };
 
-// What an element is kept as in shared memory, and in how many pieces.
+// The representation of an element in shared memory: the type of its pieces, and how many there are.
 template <class Element>
 struct Split {
   using Piece = Element;

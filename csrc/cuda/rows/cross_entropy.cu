@@ -5,8 +5,8 @@
 // smoothed by e: (1 - e) target + e / classes. Hence the gradient of the input is grad_loss (A p_c - a_c) + grad_lse p_c, where
 // A is the sum of a_c.
 //
-// Without smoothing an index target needs nothing but the row's maximum and sum. Smoothing and probabilities need a second sum,
-// whose terms are a_c * -log p_c. dispatch.cuh chooses how rows of a length and strides are read.
+// Without smoothing an index target needs only the row's maximum and sum. Smoothing and probabilities need a second sum, of
+// a_c * -log p_c. dispatch.cuh chooses the kind of row by length and strides.
 #include "../hw/check.cuh"
 #include "dispatch.cuh"
 #include "one_class.cuh"
@@ -33,7 +33,7 @@ struct ClassCoefficients {
     return coefficients;
   }
   __device__ __forceinline__ float weight_of(int64_t c) const { return weight == nullptr ? 1.0f : weight[c]; }
-  // a_c of a class whose target probability is t.
+  // a_c of a class with target probability t.
   __device__ __forceinline__ float operator()(int64_t c, float t) const { return weight_of(c) * (confidence * t + smoothing); }
 };
 
@@ -218,7 +218,7 @@ struct IndexLossBackward : OneTensorOp {
   static constexpr bool kRare = kSmooth, kNumbers = true, kTargets = true;
   static RowNumbers numbers(const RowProblem& problem) { return target_numbers(problem); }
   __device__ static float once(const RowProblem& problem) { return grad_of_losses(problem); }
-  // Whether A, the sum of a_c, has to be summed: else it follows from the target class, or from the number of classes.
+  // True if A, the sum of a_c, has to be summed; else the target class or the number of classes determine it.
   __device__ static bool sums_weights(const RowProblem& problem) { return kSmooth && problem.weight != nullptr; }
   template <class Reader>
   __device__ static void part(const RowProblem& problem, const Reader& reader) {
@@ -261,8 +261,8 @@ struct IndexLossBackward : OneTensorOp {
       return;
     }
     const float inverse = state.inverse_sum(), factor = scale * inverse;
-    // What is subtracted cancels most of the target's probability where that is close to 1. It meets the weight itself then,
-    // which has not been divided yet: the difference is rounded once.
+    // The subtrahend cancels most of the target's probability if that is close to 1. It is therefore subtracted from the weight
+    // before the division: the difference is rounded once.
     const auto difference = [&](float x, float amount) { return fmaf(-amount, state.sum, scale * state.weight(x)) * inverse; };
     if constexpr (!kSmooth)
       visit_weights<decltype(row), T>(state, factor, [&](const auto& w) {
@@ -427,7 +427,7 @@ int64_t reduce_ctas(int64_t rows) {
 }
 
 bool has_loss_sums(const RowProblem& problem) { return problem.loss_sums != nullptr && *problem.loss_sum_count != 0; }
-// How many losses there are, of rows or of blocks of them.
+// The number of losses, of rows or of blocks of rows.
 int64_t reduced_numbers(const RowProblem& problem) {
   return has_loss_sums(problem) ? *problem.loss_sum_count : problem.outer * problem.inner;
 }

@@ -2,24 +2,24 @@
 // strides. launch_rows, at the end, makes the choice.
 //
 // An operator is a struct that is written once for all kinds of row:
-//   kTensors                 how many tensors it reads whole rows of
-//   tensor(problem, i)       tensor number i of them
-//   result(problem)          the tensor whose rows it writes; an operator that reduces has none
-//   kNumbers, numbers(problem)   whether it reads an array of one number per row (row_number) that is worth a copy beside the
-//                            rows, and which
-//   kTargets                 whether these numbers are int64 targets, as long as a short row: blocks are larger then
-//   once(problem)            a number that it computes of the problem alone: reader.once, where readers have that. Optional
-//   kSumsLosses              whether it adds to the losses of its reader, if problem.loss_sums says so
-//   kReduces                 whether it writes only single numbers per row, so that a row may be forgotten once it is summed
-//   kRare                    whether it is seldom called: it then has kernels for fewer groups of lengths, and in block_row.cuh
+//   kTensors                 number of input tensors that it reads as rows
+//   tensor(problem, i)       the i-th of these tensors
+//   result(problem)          the tensor that it writes rows of; an operator that reduces has none
+//   kNumbers, numbers(problem)   true if it has a per-row scalar input (row_number) that is worth staging in shared memory with
+//                            the rows; that array
+//   kTargets                 true if these scalars are int64 targets, as long as a short row: blocks are larger then
+//   once(problem)            optional: a number that depends on the problem alone; some readers have it as reader.once
+//   kSumsLosses              true if it adds to the losses of its reader when problem.loss_sums is set
+//   kReduces                 true if it writes only scalars per row, so that a row need not be kept once it is summed
+//   kRare                    true if it is seldom called: it then has kernels for fewer groups of lengths, and in block_row.cuh
 //                            none for words of 16-bit elements alone
 //   run<R>(problem, reader)  its work on one row; reader.read<i>(tensor i) gives the row, R is the element type of results
 // For split rows, which two kernels read:
 //   part(problem, reader)    what the first kernel stores in the workspace; the second calls run
 // and if it reduces, a third kernel with one warp per row completes the row's results:
 //   finish<T>(problem, coord, merged, sum)   from the merged pieces; T is the element type of tensors
-//   kSecondSum               whether it needs a second sum, whose terms depend on the row's maximum and sum. The second kernel
-//                            then exists to store it: run calls store_sum. Without a second sum there is no second kernel.
+//   kSecondSum               true if it needs a second sum of terms that depend on the row's maximum and sum. The second kernel
+//                            stores it: run calls store_sum. Without a second sum there is no second kernel.
 #pragma once
 
 #include <initializer_list>
@@ -33,7 +33,7 @@
 
 namespace flash_online::cuda {
 
-// What operators have in common that read rows of the input alone: a base to derive from.
+// Base of operators that read rows of the input alone.
 struct OneTensorOp {
   static constexpr int kTensors = 1;
   static constexpr bool kReduces = false, kSecondSum = false, kRare = false, kNumbers = false;
@@ -46,7 +46,7 @@ struct OneTensorOp {
   }
 };
 
-// What logsumexp gives for a row that holds +inf: +inf, unless the row holds a NaN too. The sum is NaN in either case.
+// Logsumexp's result for a row that holds +inf: +inf, unless the row holds a NaN too. The sum is NaN in either case.
 template <class Row>
 __device__ __forceinline__ RowState resolve_infinity(const Row& row, RowState state) {
   const bool infinite = state.max == INFINITY;
@@ -70,7 +70,7 @@ void visit_types(const RowProblem& problem, const char* what, const F& f) {
     throw std::runtime_error(std::string(what) + " on CUDA: dtype must be float16, bfloat16 or float32");
 }
 
-// Calls f(Type<T>) for operators whose results have the input's type.
+// Calls f(Type<T>) for operators with results of the input's type.
 template <class F>
 void visit_type(const RowProblem& problem, const char* what, const F& f) {
   if (!visit_floating<__half, __nv_bfloat16>(problem.dtype, [&]<class T>(Type<T> type) {
@@ -79,7 +79,7 @@ void visit_type(const RowProblem& problem, const char* what, const F& f) {
     throw std::runtime_error(std::string(what) + " on CUDA: dtype must be float16, bfloat16 or float32");
 }
 
-// Whether a row's classes are neighbours in memory in all tensors, given each tensor's stride between classes.
+// True if a row's classes are contiguous in memory in all tensors, given each tensor's stride between classes.
 inline bool classes_are_contiguous(const RowProblem& problem, std::initializer_list<int64_t> class_strides) {
   for (const int64_t stride : class_strides)
     if (stride != 1 && problem.classes > 1) return false;
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(SplitRowGroup::kThreads, kSplitCtasPerSm)
 
 constexpr int kFinishThreads = 128;
 
-// Completes rows whose pieces have left Partials, split or pipelined, by one warp per row.
+// Completes split or pipelined rows from the Partials of their pieces, one warp per row.
 template <class Op, class T>
 __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ PiecedProblem pieced) {
   const RowProblem& problem = pieced.problem;

@@ -12,7 +12,7 @@ constexpr float kLn2 = 0.693147181f;
 // max + log(sum).
 struct LogSumExp : OneTensorOp {
   static constexpr bool kReduces = true;
-  // Whether lse is in float, and not in T.
+  // True if lse is in float, not in T.
   template <class T>
   __device__ __forceinline__ static bool is_wide(const RowProblem& problem) {
     return sizeof(T) == sizeof(float) || problem.result_dtype == DType::kFloat32;

@@ -1,5 +1,5 @@
-// Multiplies a tensor by a number that only the device knows. A loss whose gradients were made in the forward pass, for an
-// incoming gradient of 1, scales them by the true one in its backward pass.
+// Multiplies a tensor by a number in device memory. A loss may compute its gradients in the forward pass, for an incoming
+// gradient of 1; its backward pass scales them by the true one.
 #include "dispatch.cuh"
 #include "rows.h"
 

@@ -3,8 +3,9 @@
 //
 //   k <= 32, contiguous rows   candidates above a threshold are collected in shared memory (topk_candidates.cuh)
 //     up to 2048 vectors         topk_register_kernel: a CTA holds its row in registers
-//     longer                     topk_pipelined_kernel: CTAs stream rows through a pipeline, long rows in pieces, whose results
-//                                topk_merge_kernel merges. The threshold is raised whenever the elements seen have doubled.
+//     longer                     topk_pipelined_kernel: CTAs stream rows through a pipeline, long rows in pieces;
+//                                topk_merge_kernel merges the pieces' results. The threshold is raised whenever the elements
+//                                seen have doubled.
 //   else                       topk_sort_kernel: a CTA collects keys in shared memory and sorts them when there are 4096. For
 //                              k > 2048 it reads the row once for every 2048 of the k, and looks only for smaller keys than
 //                              the last one found.
@@ -132,8 +133,8 @@ __device__ __forceinline__ PieceState* piece_states(const PiecedProblem& pieced)
   return reinterpret_cast<PieceState*>(piece_keys(pieced) + pieced.total_pieces * kWarpSize);
 }
 
-// Where a chunk had more candidates than there was room for, as with equal elements: searches the chunk again, one element per
-// thread at a time, and keeps the k largest. The candidates of earlier chunks are still in their place, before this chunk's.
+// Called if a chunk has more candidates than there is room for, as with equal elements. Searches the chunk again, one element
+// per thread at a time, and keeps the k largest. The candidates of earlier chunks are still stored, before this chunk's.
 // The caller has barriers before and after.
 template <class T>
 __device__ __forceinline__ void search_chunk_again(Candidates<kPipelineThreads>& candidates, const Piece<T>& piece, int begin,
@@ -384,7 +385,7 @@ __global__ void __launch_bounds__(kSortThreads, 2) topk_sort_kernel(const __grid
 
 // ---- launches
 
-// Whether the search by candidates serves a problem.
+// True if a problem can be searched by candidates.
 bool uses_candidates(const RowProblem& problem) {
   return problem.k <= kMaxSelected && classes_are_contiguous(problem, {problem.input.stride[1]}) &&
          topk_pieces(problem).is_countable();

@@ -36,7 +36,7 @@ constexpr int kMaxSelected = kWarpSize;  // the largest k that candidates serve
 
 // ---- candidates
 
-// What the threads of a CTA share while they search a row.
+// Shared memory of a CTA that searches a row.
 template <int kThreads>
 struct Candidates {
   static constexpr int kGroups = 2 * kWarpSize, kWarps = kThreads / kWarpSize;
@@ -106,8 +106,8 @@ struct AboveThreshold {
 };
 
 // Adds those elements of a vector that are above the threshold, if there is room. The vector holds the classes c, c + 1, ... of
-// the piece that is searched, whose class 0 is the row's class `offset`. Returns the count of candidates if it added any, else
-// 0.
+// the piece that is searched; class 0 of the piece is class `offset` of the row. Returns the count of candidates, or 0 if it
+// added none.
 template <class T, int kThreads>
 __device__ __forceinline__ int push_candidates(Candidates<kThreads>& candidates, const uint4& v, int c, int classes,
                                                unsigned offset, const AboveThreshold& above) {

@@ -1,4 +1,4 @@
-// attention_cached, its twin that writes into a given output, attention_decode, which has few of its options, and
+// attention_cached, attention_cached_ (writes into a given output), attention_decode (has few of its options), and
 // cache_append_.
 #include "cached.h"
 
@@ -69,8 +69,8 @@ Tensor attention_cached_(const Tensor& out, const Tensor& query, const Tensor& k
                         query_starts, query_lengths, new_starts,  alibi_slopes, sinks, key_scale, value_scale};
   const CachedOptions options{new_keys, max_queries, window_left, window_right, lower_right, scale, softcap, splits};
   check_cached<Device>(in, options);
-  check(sizes_of(out) == cached_out_sizes(in), "out: got ", shape_of(out), ", expected query's with value_cache's width");
-  check(out.scalar_type() == query.scalar_type(), "out: dtype must be query's, ", name_of(query.scalar_type()), ", got ",
+  check(sizes_of(out) == cached_out_sizes(in), "out: expected query's shape with value_cache's width, got ", shape_of(out));
+  check(out.scalar_type() == query.scalar_type(), "out: expected query's dtype, ", name_of(query.scalar_type()), ", got ",
         name_of(out.scalar_type()));
   check_device(out, "out", query, "query");
   const Tensor lse = empty(cached_lse_sizes(in), accumulator_of(query.scalar_type()), query);
@@ -86,7 +86,7 @@ Tensor attention_decode(const Tensor& query, const Tensor& key_cache, const Tens
   const CachedInputs in{query, key_cache, value_cache, lengths, none, none, block_table,
                         none,  none,      none,        none,    none, none, none};
   const CachedOptions options{.new_keys = 0,
-                              .max_queries = 0,  // of packed ones
+                              .max_queries = 0,  // of packed queries
                               .window_left = window_left,
                               .window_right = 0,
                               .lower_right = true,

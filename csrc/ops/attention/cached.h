@@ -1,4 +1,4 @@
-// Calls over cached keys: checks, and the problems that kernels are given. Nothing here depends on the device.
+// Calls over cached keys: checks, and the problems for kernels. Nothing here depends on the device.
 #pragma once
 
 #include "../../core/cache.h"
@@ -28,12 +28,12 @@ struct AppendInputs {
       &cosines, &sines, &offsets, &key_scale, &value_scale;
 };
 
-// An array of int32 that the device reads, one number per sequence, `more` than these, or any number where `count` is below 0.
+// Checks an array that the device reads: `count` numbers of `type`, one per sequence, or any count if `count` is below 0.
 inline void check_numbers(const std::optional<Tensor>& tensor, const char* name, int64_t count, const Tensor& like,
                           ScalarType type = ScalarType::Int) {
   if (!tensor) return;
   check_device(*tensor, name, like, "the cache");
-  check(tensor->scalar_type() == type, name, ": dtype must be ", torch::headeronly::toString(type), ", got ",
+  check(tensor->scalar_type() == type, name, ": expected dtype ", torch::headeronly::toString(type), ", got ",
         NameOfDtype{*tensor});
   check(tensor->dim() == 1 && tensor->is_contiguous() && (count < 0 || tensor->size(0) == count), name, ": expected [", count,
         "], contiguous, got ", shape_of(*tensor));
@@ -45,7 +45,7 @@ inline const int32_t* numbers_of(const std::optional<Tensor>& tensor) {
 
 inline bool is_float8(ScalarType type) { return type == ScalarType::Float8_e4m3fn || type == ScalarType::Float8_e5m2; }
 
-// The element type of a cache, beside queries or new rows of `type`.
+// The element type of a cache for queries or new rows of `type`.
 inline DType cache_dtype_of(const Tensor& cache, ScalarType type) {
   const ScalarType cache_type = cache.scalar_type();
   if (cache_type == ScalarType::Float8_e4m3fn) return DType::kFloat8E4M3;
@@ -53,8 +53,8 @@ inline DType cache_dtype_of(const Tensor& cache, ScalarType type) {
   return dtype_of(type);
 }
 
-// Checks the pool and what says where a sequence lies in it. `batch` is the number of sequences, or of rows that go to slots,
-// unless `by_sequence`.
+// Checks the pool and the tensors that locate a sequence in it. `batch` is the number of sequences, or of rows that go to
+// slots, unless `by_sequence`.
 inline void check_pool(const Tensor& key, const Tensor& value, ScalarType type, int64_t batch, bool by_sequence,
                        const std::optional<Tensor>& lengths, const std::optional<Tensor>& left,
                        const std::optional<Tensor>& rows, const std::optional<Tensor>& table,
@@ -63,23 +63,24 @@ inline void check_pool(const Tensor& key, const Tensor& value, ScalarType type, 
   check(key.dim() == 4, "key_cache: expected [blocks, heads, page, head_dim], got ", shape_of(key));
   check(value.dim() == 4, "value_cache: expected [blocks, heads, page, head_dim], got ", shape_of(value));
   for (int64_t i = 0; i < 3; ++i)
-    check(value.size(i) == key.size(i), "value_cache: dimension ", i, " is ", Size{value, i}, ", expected key_cache's ",
-          Size{key, i});
+    check(value.size(i) == key.size(i), "value_cache: expected key_cache's size in dimension ", i, ", ", Size{key, i}, ", got ",
+          Size{value, i});
   const ScalarType cache_type = key.scalar_type();
-  check(value.scalar_type() == cache_type, "value_cache: dtype must be key_cache's");
+  check(value.scalar_type() == cache_type, "value_cache: expected key_cache's dtype, ", name_of(cache_type), ", got ",
+        NameOfDtype{value});
   const bool narrow = type == ScalarType::Half || type == ScalarType::BFloat16;
-  check(cache_type == type || (narrow && is_float8(cache_type)), "key_cache: dtype ", name_of(cache_type),
-        ", expected query's ", name_of(type), ", or float8 beside 16 bits");
+  check(cache_type == type || (narrow && is_float8(cache_type)), "key_cache: expected query's dtype, ", name_of(type),
+        ", or float8 if that has 16 bits, got ", name_of(cache_type));
   check_numbers(lengths, "cache_seqlens", batch, key);
   check_numbers(left, "leftpad", batch, key);
   check_numbers(rows, "cache_batch_idx", batch, key);
   if (table) {
     check_device(*table, "block_table", key, "key_cache");
     check(table->scalar_type() == ScalarType::Int && table->dim() == 2 && (table->size(1) <= 1 || table->stride(1) == 1),
-          "block_table: expected int32 [sequences, entries] with columns side by side, got ", shape_of(*table));
-    check(rows.has_value() || table->size(0) == batch, "block_table: ", Size{*table, 0}, " rows, expected ", batch);
+          "block_table: expected int32 [sequences, entries] with a column stride of 1, got ", shape_of(*table));
+    check(rows.has_value() || table->size(0) == batch, "block_table: expected ", batch, " rows, got ", Size{*table, 0});
   } else if (by_sequence) {
-    check(rows.has_value() || key.size(0) == batch, "key_cache: ", Size{key, 0}, " sequences, expected ", batch);
+    check(rows.has_value() || key.size(0) == batch, "key_cache: expected ", batch, " sequences, got ", Size{key, 0});
   }
   for (const auto* scale : {&key_scale, &value_scale}) {
     if (!*scale) continue;
@@ -95,7 +96,7 @@ inline CacheView cache_view_of(const Tensor& key, ScalarType type, const std::op
                                const std::optional<Tensor>& left, const std::optional<Tensor>& rows,
                                const std::optional<Tensor>& table, const std::optional<Tensor>& new_starts, int64_t new_keys,
                                const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale) {
-  const bool empty = key.size(2) == 0;  // pages without rows: a cache without blocks, of a page that can be divided by
+  const bool empty = key.size(2) == 0;  // pages without rows: a cache without blocks, and a page that can be a divisor
   CacheView cache{.page = empty ? 1 : key.size(2),
                   .blocks = empty ? 0 : key.size(0),
                   .entries = empty   ? 0
@@ -120,7 +121,7 @@ inline CacheView cache_view_of(const Tensor& key, ScalarType type, const std::op
   return cache;
 }
 
-// A view [batch, heads, rows, head_dim] of a dense tensor, or of packed [rows, heads, head_dim], whose stride[0] is 0.
+// A view [batch, heads, rows, head_dim] of a dense tensor, or of packed [rows, heads, head_dim] with stride[0] of 0.
 template <class View>
 View view_of(const Tensor& tensor, bool packed) {
   View view;
@@ -167,13 +168,14 @@ void check_cached(const CachedInputs& in, const CachedOptions& options) {
   check_pool(in.key_cache, in.value_cache, in.query.scalar_type(), batch, true, in.lengths, in.left, in.rows, in.block_table,
              in.key_scale, in.value_scale);
   const int64_t key_heads = in.key_cache.size(1);
-  check(in.key_cache.size(3) == in.query.size(packed ? 2 : 3), "key_cache: width ", Size{in.key_cache, 3},
-        ", expected query's ", Size{in.query, packed ? 2 : 3});
-  check(heads == 0 ? key_heads == 0 : key_heads > 0 && heads % key_heads == 0, "key_cache: ", key_heads,
-        " heads, which does not divide query's ", heads);
+  check(in.key_cache.size(3) == in.query.size(packed ? 2 : 3), "key_cache: expected query's width, ",
+        Size{in.query, packed ? 2 : 3}, ", got ", Size{in.key_cache, 3});
+  check(heads == 0 ? key_heads == 0 : key_heads > 0 && heads % key_heads == 0,
+        "key_cache: expected a number of heads that divides query's, ", heads, ", got ", key_heads);
   check_numbers(in.query_lengths, "seqused_q", batch, in.query);
   check_starts_of(in.new_starts, "cu_seqlens_new", in.query);
-  check(!in.new_starts || in.new_starts->size(0) == batch + 1, "cu_seqlens_new: expected [", batch + 1, "]");
+  check(!in.new_starts || in.new_starts->size(0) == batch + 1, "cu_seqlens_new: expected [", batch + 1, "], got ",
+        in.new_starts ? shape_of(*in.new_starts) : shape_of(in.query));
   const ScalarType accumulator = accumulator_of(in.query.scalar_type());
   if (in.alibi_slopes) {
     check_device(*in.alibi_slopes, "alibi_slopes", in.query, "query");
@@ -187,11 +189,13 @@ void check_cached(const CachedInputs& in, const CachedOptions& options) {
               in.sinks->is_contiguous(),
           "sinks: expected [", heads, "] of float32 (float64 for float64 inputs), got ", shape_of(*in.sinks));
   }
-  check(options.softcap >= 0, "softcap: ", options.softcap, ", expected 0 (none) or more");
-  check(options.new_keys >= 0 && options.max_queries >= 0 && options.splits >= 0, "new_keys, max_queries, splits: below 0");
+  check(options.softcap >= 0, "softcap: expected 0 (none) or more, got ", options.softcap);
+  check(options.new_keys >= 0 && options.max_queries >= 0 && options.splits >= 0,
+        "new_keys, max_queries, splits: expected 0 or more, got ", options.new_keys, ", ", options.max_queries, ", ",
+        options.splits);
 }
 
-// Without `lse` it is not wanted.
+// If `lse` is null, lse is not computed.
 template <class Device>
 AttentionProblem cached_problem(const CachedInputs& in, const CachedOptions& options, const Tensor& out, const Tensor* lse) {
   const bool packed = in.query_starts.has_value();
@@ -231,7 +235,7 @@ AttentionProblem cached_problem(const CachedInputs& in, const CachedOptions& opt
 
 // ---- append ----------------------------------------------------------------------------------------------------------------
 
-// Whether new rows, or queries, are packed: [rows, heads, head_dim].
+// Return whether new rows, or queries, are packed: [rows, heads, head_dim].
 inline bool rows_are_packed(const AppendInputs& in) { return in.slots.has_value() || in.new_starts.has_value(); }
 inline bool queries_are_packed(const AppendInputs& in) { return in.slots.has_value() || in.query_starts.has_value(); }
 
@@ -245,8 +249,8 @@ inline int64_t batch_of(const AppendInputs& in) {
 
 template <class Device>
 void check_append(const AppendInputs& in) {
-  check(in.key.has_value() == in.value.has_value(), "value: wanted beside key");
-  check(in.key || in.query, "key: wanted where there is no query");
+  check(in.key.has_value() == in.value.has_value(), "key, value: expected both or neither, got one");
+  check(in.key || in.query, "key, query: expected at least one, got neither");
   const Tensor& first = in.key ? *in.key : *in.query;
   const ScalarType type = first.scalar_type();
   check_cached_dtype<Device>(first, in.key ? "key" : "query");
@@ -258,21 +262,22 @@ void check_append(const AppendInputs& in) {
   const int64_t batch = batch_of(in), head_dim = in.key_cache.size(3);
   const auto check_rows = [&](const Tensor& tensor, const char* name, bool packed, int64_t heads, int64_t width) {
     check_device(tensor, name, in.key_cache, "key_cache");
-    check(tensor.scalar_type() == type, name, ": dtype must be ", name_of(type), ", got ", name_of(tensor.scalar_type()));
+    check(tensor.scalar_type() == type, name, ": expected dtype ", name_of(type), ", got ", name_of(tensor.scalar_type()));
     check(tensor.dim() == (packed ? 3 : 4) && (packed || tensor.size(0) == batch) && (heads < 0 || tensor.size(1) == heads) &&
               tensor.size(tensor.dim() - 1) == width,
-          name, ": got ", shape_of(tensor), ", which does not fit the cache");
+          name, ": expected a shape that fits the cache, got ", shape_of(tensor));
   };
   if (in.key) {
     check_rows(*in.key, "key", rows_are_packed(in), in.key_cache.size(1), head_dim);
     check_rows(*in.value, "value", rows_are_packed(in), in.key_cache.size(1), in.value_cache.size(3));
     const int64_t rows_dim = rows_are_packed(in) ? 0 : 2;
-    check(in.value->size(rows_dim) == in.key->size(rows_dim), "value: length ", in.value->size(rows_dim), ", expected key's ",
-          in.key->size(rows_dim));
-    check(!in.slots || in.slots->size(0) == in.key->size(0), "slots: expected [", in.key->size(0), "]");
+    check(in.value->size(rows_dim) == in.key->size(rows_dim), "value: expected key's length, ", in.key->size(rows_dim),
+          ", got ", in.value->size(rows_dim));
+    check(!in.slots || in.slots->size(0) == in.key->size(0), "slots: expected [", in.key->size(0), "], got ",
+          in.slots ? shape_of(*in.slots) : shape_of(*in.key));
   }
   if (in.query) check_rows(*in.query, "query", queries_are_packed(in), -1, head_dim);
-  check(in.cosines.has_value() == in.sines.has_value(), "rotary: cos and sin are wanted together");
+  check(in.cosines.has_value() == in.sines.has_value(), "rotary: expected cos and sin, got one of them");
   if (!in.cosines) return;
   check_device(*in.cosines, "rotary", in.key_cache, "key_cache");
   check_device(*in.sines, "rotary", in.key_cache, "key_cache");

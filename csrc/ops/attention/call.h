@@ -1,4 +1,4 @@
-// Calls of attention, dense and packed: checks, and the problems that kernels are given. Nothing here depends on the device.
+// Calls of attention, dense and packed: checks, and the problems for kernels. Nothing here depends on the device.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ namespace flash_online::ops {
 struct AttentionOptions {
   int64_t window_left, window_right;
   bool lower_right = false;
-  std::optional<double> scale;  // the usual one if it is none
+  std::optional<double> scale;  // none: 1 / sqrt(head_dim)
   double softcap = 0, dropout_p = 0;
   bool tf32 = false;
 };
@@ -28,7 +28,7 @@ struct AttentionInputs {
   const std::optional<Tensor>&mask, &alibi_slopes, &sinks, &rng;
 };
 
-// Which dimension is which: dense tensors are [batch..., heads, rows, head_dim], packed ones [rows, heads, head_dim].
+// The indices of dimensions: dense tensors are [batch..., heads, rows, head_dim], packed ones [rows, heads, head_dim].
 struct Dims {
   int64_t rank, heads, rows;
   int64_t head_dim() const { return rank - 1; }
@@ -44,28 +44,28 @@ inline void check_devices(const AttentionInputs& in) {
   check_device(in.rng, "rng", in.query, "query");
 }
 
-// Checks all but the slopes, whose shape depends on the layout, and that CUDA takes query's dtype.
+// Checks all inputs except the slopes, as their shape depends on the layout.
 inline void check_inputs(const AttentionInputs& in, const AttentionOptions& options, const Dims& dims) {
   const int64_t rank = dims.rank;
   check_floating(in.query, "query");
   const auto check_like_query = [&](const Tensor& tensor, const char* name) {
     check(tensor.dim() == rank, name, ": expected query's rank ", rank, ", got ", shape_of(tensor));
-    check(tensor.scalar_type() == in.query.scalar_type(), name, ": dtype must be query's, ", name_of(in.query.scalar_type()),
+    check(tensor.scalar_type() == in.query.scalar_type(), name, ": expected query's dtype, ", name_of(in.query.scalar_type()),
           ", got ", name_of(tensor.scalar_type()));
     for (int64_t i = 0; i < dims.batch_count(); ++i)
-      check(tensor.size(i) == in.query.size(i), name, ": batch dimension ", i, " is ", tensor.size(i), ", expected query's ",
-            in.query.size(i));
+      check(tensor.size(i) == in.query.size(i), name, ": expected query's size in batch dimension ", i, ", ", in.query.size(i),
+            ", got ", tensor.size(i));
   };
   check_like_query(in.key, "key");
   check_like_query(in.value, "value");
   const int64_t heads = in.query.size(dims.heads), queries = in.query.size(dims.rows), keys = in.key.size(dims.rows);
-  check(in.key.size(dims.head_dim()) == in.query.size(dims.head_dim()), "key: width ", in.key.size(dims.head_dim()),
-        ", expected query's ", in.query.size(dims.head_dim()));
-  check(in.value.size(dims.rows) == keys, "value: length ", in.value.size(dims.rows), ", expected key's ", keys);
+  check(in.key.size(dims.head_dim()) == in.query.size(dims.head_dim()), "key: expected query's width, ",
+        in.query.size(dims.head_dim()), ", got ", in.key.size(dims.head_dim()));
+  check(in.value.size(dims.rows) == keys, "value: expected key's length, ", keys, ", got ", in.value.size(dims.rows));
   const auto check_heads = [&](const Tensor& tensor, const char* name) {
     const int64_t own = tensor.size(dims.heads);
-    check(heads == 0 ? own == 0 : own > 0 && heads % own == 0, name, ": ", own, " heads, which does not divide query's ",
-          heads);
+    check(heads == 0 ? own == 0 : own > 0 && heads % own == 0, name, ": expected a number of heads that divides query's, ",
+          heads, ", got ", own);
   };
   check_heads(in.key, "key");
   check_heads(in.value, "value");
@@ -73,39 +73,41 @@ inline void check_inputs(const AttentionInputs& in, const AttentionOptions& opti
     const Tensor& mask = *in.mask;
     check(mask.dim() == rank, "mask: expected query's rank ", rank, ", got ", shape_of(mask));
     const DType dtype = dtype_of(mask);
-    check(dtype != DType::kInt64, "mask: dtype must be bool or floating");
+    check(dtype != DType::kInt64, "mask: expected dtype bool or floating, got int64");
     for (int64_t i = 0; i < rank; ++i) {
       const int64_t full = i < rank - 2 ? in.query.size(i) : i == rank - 2 ? queries : keys;
-      check(mask.size(i) == 1 || mask.size(i) == full, "mask: dimension ", i, " is ", mask.size(i), ", expected 1 or ", full);
+      check(mask.size(i) == 1 || mask.size(i) == full, "mask: expected 1 or ", full, " in dimension ", i, ", got ",
+            mask.size(i));
     }
   }
   const ScalarType accumulator = accumulator_of(in.query.scalar_type());
   if (in.sinks) {
-    check(in.sinks->scalar_type() == accumulator, "sinks: dtype must be float32 (float64 for float64 inputs)");
+    check(in.sinks->scalar_type() == accumulator, "sinks: expected dtype float32 (float64 for float64 inputs), got ",
+          NameOfDtype{*in.sinks});
     check(in.sinks->dim() == 1 && in.sinks->size(0) == heads && in.sinks->is_contiguous(), "sinks: expected [", heads,
           "], got ", shape_of(*in.sinks));
   }
-  check(options.dropout_p >= 0 && options.dropout_p <= 1, "dropout_p: ", options.dropout_p, ", expected 0 to 1");
-  check(options.dropout_p == 0 || in.rng, "rng: wanted where dropout_p > 0");
+  check(options.dropout_p >= 0 && options.dropout_p <= 1, "dropout_p: expected 0 to 1, got ", options.dropout_p);
+  check(options.dropout_p == 0 || in.rng, "rng: expected a tensor with dropout_p > 0, got none");
   if (in.rng)
     check(in.rng->scalar_type() == ScalarType::Long && in.rng->numel() == 2 && in.rng->is_contiguous(),
           "rng: expected int64[2], got ", shape_of(*in.rng));
-  check(options.softcap >= 0, "softcap: ", options.softcap, ", expected 0 (none) or more");
+  check(options.softcap >= 0, "softcap: expected 0 (none) or more, got ", options.softcap);
 }
 
 inline void check_slopes(const AttentionInputs& in, const std::vector<int64_t>& sizes, const char* expected) {
   if (!in.alibi_slopes) return;
   check(in.alibi_slopes->scalar_type() == accumulator_of(in.query.scalar_type()),
-        "alibi_slopes: dtype must be float32 (float64 for float64 inputs)");
+        "alibi_slopes: expected dtype float32 (float64 for float64 inputs), got ", NameOfDtype{*in.alibi_slopes});
   check(sizes_of(*in.alibi_slopes) == sizes, "alibi_slopes: expected ", expected, ", got ", shape_of(*in.alibi_slopes));
 }
 
-// The tensors of a forward or backward pass beside the call's inputs. A null pointer: there is none, or it is not wanted.
+// The tensors of a forward or backward pass in addition to the inputs. A null pointer: there is none, or it is not computed.
 struct PassTensors {
   const Tensor& out;
   const Tensor* lse = nullptr;
   const Tensor* lse_low = nullptr;
-  int64_t lse_low_begin = 0;  // the element of lse_low's tensor that is its first: not 0 where lse is in front of it
+  int64_t lse_low_begin = 0;  // index of its first element in the tensor: not 0 where lse comes first
   const Tensor* grad_out = nullptr;
   const Tensor* grad_lse = nullptr;
   const Tensor* grad_query = nullptr;
@@ -117,11 +119,11 @@ struct PassTensors {
   const Tensor* wide_delta = nullptr;  // like lse, in float64
 };
 
-// What dense and packed calls have in common. A call refers to the tensors of its inputs.
+// The common part of dense and packed calls. A call refers to the tensors of its inputs.
 class AttentionCall {
  public:
   const AttentionInputs& inputs() const { return in_; }
-  // Without the views of tensors, which for_each_problem sets.
+  // The problem without the views of tensors, which for_each_problem sets.
   const AttentionProblem& problem() const { return problem_; }
   const Dims& dims() const { return dims_; }
   std::vector<int64_t> out_sizes() const {
@@ -165,7 +167,7 @@ class AttentionCall {
   AttentionProblem problem_;
 };
 
-// A call of [batch..., heads, length, head_dim] tensors of any number of batch dimensions. Each of its problems has one.
+// A call of [batch..., heads, length, head_dim] tensors of any number of batch dimensions. Each problem has one of them.
 class DenseCall : public AttentionCall {
  public:
   DenseCall(const AttentionInputs& in, const AttentionOptions& options) : AttentionCall(in, options, dims_of(in.query)) {
@@ -185,7 +187,7 @@ class DenseCall : public AttentionCall {
     sizes.pop_back();
     return sizes;
   }
-  // Of lse and lse_low as one tensor, one after the other: it has twice the first batch dimension, so that its strides are
+  // The sizes of lse and lse_low in one tensor, lse first: it has twice the first batch dimension, so that its strides are
   // lse's.
   std::vector<int64_t> stats_sizes() const {
     std::vector<int64_t> sizes = lse_sizes();
@@ -306,10 +308,10 @@ class PackedCall : public AttentionCall {
       : AttentionCall(in, options, dims_of(in.query)) {
     check_starts(query_starts, "cu_seqlens_q");
     check_starts(key_starts, "cu_seqlens_k");
-    check(query_starts.size(0) == key_starts.size(0), "cu_seqlens_k: ", key_starts.size(0), " starts, expected cu_seqlens_q's ",
-          query_starts.size(0));
-    check(longest_query >= 0, "max_seqlen_q: ", longest_query, ", expected 0 or more");
-    check(longest_key >= 0, "max_seqlen_k: ", longest_key, ", expected 0 or more");
+    check(query_starts.size(0) == key_starts.size(0), "cu_seqlens_k: expected as many starts as cu_seqlens_q, ",
+          query_starts.size(0), ", got ", key_starts.size(0));
+    check(longest_query >= 0, "max_seqlen_q: expected 0 or more, got ", longest_query);
+    check(longest_key >= 0, "max_seqlen_k: expected 0 or more, got ", longest_key);
     problem_.batch = query_starts.size(0) - 1;
     problem_.query_starts = query_starts.const_data_ptr<int32_t>();
     problem_.key_starts = key_starts.const_data_ptr<int32_t>();
@@ -363,7 +365,7 @@ class PackedCall : public AttentionCall {
     return {3, 1, 0};
   }
   void check_starts(const Tensor& starts, const char* name) const {
-    check(starts.scalar_type() == ScalarType::Int, name, ": dtype must be int32, got ", name_of(starts.scalar_type()));
+    check(starts.scalar_type() == ScalarType::Int, name, ": expected dtype int32, got ", name_of(starts.scalar_type()));
     check(starts.dim() == 1 && starts.size(0) >= 1 && starts.is_contiguous(), name,
           ": expected [sequences + 1], contiguous, got ", shape_of(starts));
     check_device(starts, name, in_.query, "query");

@@ -11,13 +11,13 @@ namespace {
 // The partial results that a merge is given, checked and flattened to rows.
 template <class Device>
 struct Parts {
-  std::vector<Tensor> held;  // what the pointers of `part` point into
+  std::vector<Tensor> held;  // the tensors that `part` points into
   std::vector<MergePart> part;
   MergeProblem problem;
 
   Parts(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses) {
     check(!outs.empty(), "outs: expected at least one partial result, got none");
-    check(outs.size() == lses.size(), "lses: ", lses.size(), " tensors, expected one for each of the ", outs.size(), " outs");
+    check(outs.size() == lses.size(), "lses: expected one for each of the ", outs.size(), " outs, got ", lses.size());
     const Tensor& first = outs[0];
     check_floating(first, "outs");
     check(first.dim() >= 1, "outs: expected [..., width], got ", shape_of(first));
@@ -32,8 +32,8 @@ struct Parts {
     for (size_t n = 0; n < outs.size(); ++n) {
       check(sizes_of(outs[n]) == sizes_of(first) && outs[n].scalar_type() == first.scalar_type(), "outs[", n,
             "]: expected shape ", shape_of(first), " and dtype of outs[0], got ", shape_of(outs[n]));
-      check(on_one_device(outs[n], first), "outs[", n, "]: must be on the device of outs[0]");
-      check(on_one_device(lses[n], first), "lses[", n, "]: must be on the device of outs[0]");
+      check(on_one_device(outs[n], first), "outs[", n, "]: expected the device of outs[0], got another");
+      check(on_one_device(lses[n], first), "lses[", n, "]: expected the device of outs[0], got another");
       check(sizes_of(lses[n]) == leading && lses[n].scalar_type() == accumulator_of(first.scalar_type()), "lses[", n,
             "]: expected outs' shape without its last dimension and float32 (float64 for float64 outs), got ",
             shape_of(lses[n]));
@@ -48,7 +48,7 @@ struct Parts {
   }
 
  private:
-  // Lses [outer, inner] are read where they lie, if all lie alike; others are copied unless they are contiguous.
+  // Lses [outer, inner] are read in place if all have equal strides; otherwise they are copied unless contiguous.
   void take_lse_strides(const std::vector<Tensor>& lses) {
     const Tensor& first = lses[0];
     const bool alike = first.dim() == 2 && std::all_of(lses.begin(), lses.end(), [&](const Tensor& lse) {

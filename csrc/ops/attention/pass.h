@@ -1,4 +1,4 @@
-// An attention call's forward and backward pass on a device: what our operators and torch's own share.
+// The forward and backward pass of an attention call on a device, shared by our operators and torch's.
 #pragma once
 
 #include "../../cpu/kernels.h"
@@ -49,8 +49,8 @@ struct AttentionOnCpu : Cpu {
   }
 };
 
-// Where a CUDA kernel writes dK or dV: the gradient's tensor if it has kv_grad_heads heads, else a buffer of kv_grad_heads
-// heads that sum_into_gradient() reduces to the tensor's.
+// The tensor that a CUDA kernel writes dK or dV to: the gradient itself if it has kv_grad_heads heads, else a buffer of
+// kv_grad_heads heads that sum_into_gradient() reduces to the gradient.
 class KvGradient {
  public:
   KvGradient(const Tensor& gradient, int64_t heads_dim, int64_t kv_grad_heads) : gradient_(gradient), heads_dim_(heads_dim) {
@@ -90,7 +90,7 @@ struct AttentionOnCuda : Cuda {
     AttentionProblem whole = call.problem();  // as if all batch dimensions were one
     const int64_t rows = count_of(call.lse_sizes());
     if (rows == 0 && (whole.key_heads == 0 || tensors.grad_key->size(call.dims().rows) == 0)) {
-      // There is nothing to launch: no query, and no key whose gradient a kernel would set to 0.
+      // There is nothing to launch: no query, and no key with a gradient that a kernel would set to 0.
       for (const Tensor* empty_sum : {tensors.grad_mask, tensors.grad_sinks})
         if (Tensor zero = empty_sum ? *empty_sum : like; empty_sum) torch::stable::zero_(zero);
       return;
@@ -137,12 +137,12 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Call& call) {
 
 // ---- Backward pass ---------------------------------------------------------------------------------------------------------
 
-// What the backward pass reads beside the inputs: the gradients of the results, and the forward pass's results.
+// The tensors that the backward pass reads in addition to the inputs: gradients of the results, and the forward pass's results.
 struct BackwardInputs {
   const Tensor& grad_out;
   const std::optional<Tensor>& grad_lse;
   const Tensor &out, &lse;
-  const Tensor* lse_low;  // null, on CUDA alone: zeros
+  const Tensor* lse_low;  // null, only on CUDA: zeros
 };
 
 template <class Call>
@@ -173,7 +173,8 @@ void check_backward(const Call& call, const BackwardInputs& in, bool mask_grad) 
   if (grad_lse)
     check(sizes_of(*grad_lse) == call.lse_sizes() && grad_lse->scalar_type() == accumulator, "grad_lse: expected lse's shape ",
           shape_of(lse), " and dtype, got ", shape_of(*grad_lse));
-  check(!mask_grad || (mask && mask->scalar_type() != ScalarType::Bool), "mask_grad: wanted, but there is no float mask");
+  check(!mask_grad || (mask && mask->scalar_type() != ScalarType::Bool),
+        "mask_grad: expected False without a float mask, got True");
 }
 
 // The gradients of query, key, value, mask and sinks.

@@ -1,12 +1,12 @@
 // torch's own flash attention operators, aten::_scaled_dot_product_flash_attention and its relatives, run by our kernels on
-// CUDA while torch_sdpa_register says so. torch's autograd, its fake tensors and all that is built on these operators stay as
-// they are. flash_online/integrations/torch_sdpa.py is the door to it.
+// CUDA while torch_sdpa_register has them active. torch's autograd, its fake tensors and everything built on these operators
+// stay as they are. The public API is flash_online/integrations/torch_sdpa.py.
 //
-// What torch's kernels do and a caller may rely on: the causal triangle and windows are aligned at the lower right; lse is
-// float32, [batch, heads, queries] or, packed, [heads, total queries]; results and gradients have the strides of empty_like;
-// rng_state is uint64[2] and `unused` uint64[]. In rng_state lies the (seed, offset) of our own dropout. A query that sees no
-// key has lse -inf, which merging partial results takes for an empty part. The backward pass may get out and lse of more keys
-// than it is given: torch's ring of context_parallel calls it once per part of the keys with the merged ones.
+// Properties of torch's kernels that a caller may rely on: the causal triangle and windows are aligned at the lower right; lse
+// is float32, [batch, heads, queries] or, packed, [heads, total queries]; results and gradients have the strides of empty_like;
+// rng_state is uint64[2] and `unused` uint64[]. Our rng_state holds the (seed, offset) of our own dropout. A query that sees no
+// key has lse -inf, which marks an empty part for a merge of partial results. The backward pass may get out and lse of more
+// keys than it is given: torch's ring of context_parallel calls it once per part of the keys with the merged out and lse.
 #include <dlfcn.h>
 
 #include <array>
@@ -47,8 +47,8 @@ Tensor undefined() {
   return Tensor(handle);
 }
 
-// torch.are_deterministic_algorithms_enabled(). The stable ABI has no function for it, so that libtorch's own are looked up by
-// name. Where this torch does not have them, every backward pass is deterministic: slower, never wrong.
+// torch.are_deterministic_algorithms_enabled(). The stable ABI has no function for it, so libtorch's own are looked up by name.
+// If this torch does not have them, every backward pass is deterministic: slower, never wrong.
 bool deterministic_algorithms() {
   using Context = const void* (*)();
   using Getter = bool (*)(const void* context);
@@ -75,7 +75,7 @@ AttentionOptions options_of(const FlashOptions& options) {
           .dropout_p = options.dropout_p};
 }
 
-// Packed sequences, where cu_seqlens_q is given.
+// Packed sequences, if cu_seqlens_q is given.
 struct Packing {
   std::optional<Tensor> cu_seqlens_q, cu_seqlens_k;
   int64_t max_q = 0, max_k = 0;
@@ -86,7 +86,7 @@ template <class Run>
 auto with_call(const AttentionInputs& in, const FlashOptions& options, const Packing& packing, const Run& run) {
   const AttentionOptions ours = options_of(options);
   if (!packing.cu_seqlens_q) return run(DenseCall(in, ours));
-  check(packing.cu_seqlens_k.has_value(), "cum_seq_k: wanted beside cum_seq_q");
+  check(packing.cu_seqlens_k.has_value(), "cum_seq_k: expected a tensor with cum_seq_q, got none");
   return run(PackedCall(in, *packing.cu_seqlens_q, *packing.cu_seqlens_k, packing.max_q, packing.max_k, ours));
 }
 
@@ -94,7 +94,7 @@ struct ForwardResults {
   Tensor out, lse, rng_state;
 };
 
-// `out`: where the output goes, if it exists already.
+// `out`: the tensor for the output, if it exists already.
 ForwardResults run_forward(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& slopes,
                            const FlashOptions& options, const Packing& packing, std::optional<Tensor> out = std::nullopt) {
   const std::optional<Tensor> none;
@@ -124,7 +124,7 @@ std::array<Tensor, 3> run_backward(const Tensor& grad_out, const Tensor& query, 
   });
 }
 
-// ---- torch's operators, boxed: how many arguments some have depends on torch's version --------------------------------------
+// ---- torch's operators, boxed: their number of arguments depends on torch's version -----------------------------------------
 
 // Takes an argument off the stack, which must be done once for each.
 template <class T>
@@ -133,14 +133,14 @@ T take(StableIValue& argument) {
 }
 bool is_given(StableIValue optional) { return optional != from(std::nullopt); }
 
-// Calls torch's own kernel, which torch_sdpa.py has kept under this name, for what ours do not have.
+// Calls torch's own kernel, which torch_sdpa.py has kept under this name, for features that ours lack.
 void call_kept(const char* name, StableIValue* stack) {
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION));
 }
 
 template <size_t kCount>
 void put(StableIValue* stack, uint64_t outputs, const std::array<StableIValue, kCount>& results) {
-  check(outputs == kCount, "torch_sdpa: an operator of this torch has ", outputs, " results, expected ", kCount);
+  check(outputs == kCount, "torch_sdpa: expected ", kCount, " results of an operator, got ", outputs, " in this torch");
   std::copy(results.begin(), results.end(), stack);
 }
 
@@ -235,7 +235,7 @@ bool needs_kept(const StableIValue* stack, uint64_t inputs) {
   return to<bool>(stack[kDebugMask]) || (is_cached && !has_pages(stack, inputs));
 }
 
-// Slopes per sequence and head, whatever the shape that they have.
+// Returns slopes per sequence and head, for any shape that they have.
 std::optional<Tensor> slopes_of(const std::optional<Tensor>& slopes, int64_t sequences) {
   if (!slopes || slopes->dim() != 1) return slopes;
   return call_torch("aten::expand", "", *slopes, std::vector<int64_t>{sequences, slopes->size(0)}, false);
@@ -311,7 +311,7 @@ void flash_attention_forward(StableIValue* stack, uint64_t inputs, uint64_t outp
                  from(empty({}, ScalarType::UInt64, results.out)), from(empty({0}, results.out.scalar_type(), results.out))});
 }
 
-// (out!, the same) -> softmax_logsumexp
+// (out!, the arguments above) -> softmax_logsumexp
 void flash_attention_forward_inplace(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
   if (needs_kept(stack + 1, inputs - 1))
     return call_kept("flash_online::kept_flash_attention_forward_no_dropout_inplace", stack);
@@ -364,7 +364,7 @@ void flash_attention_backward(StableIValue* stack, uint64_t /*inputs*/, uint64_t
 
 // ---- the switch ------------------------------------------------------------------------------------------------------------
 
-// `active`: torch's operators are ours from now on; else they are what they were before. `inplace`: this torch has
+// `active`: torch's operators run our kernels from now on; else torch's kernels again. `inplace`: this torch has
 // _flash_attention_forward_no_dropout_inplace.
 void torch_sdpa_register(bool active, bool inplace) {
   static std::unique_ptr<StableLibrary> registered;

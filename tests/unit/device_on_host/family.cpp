@@ -1,12 +1,12 @@
-// benchmarks/family/kernels.cu on the host, for ctypes. test_family_kernels.py compiles it beside a copy of csrc whose hw/ has
-// the headers of device_on_host/hw in place of its own.
+// benchmarks/family/kernels.cu on the host, for ctypes. test_family_kernels.py compiles it with a copy of csrc in which hw/ has
+// the headers of device_on_host/hw.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include "warp.h"
 
-// The words of CUDA C++ that the kernels' headers have besides, most of them in functions that these kernels do not call.
+// Further CUDA functions that the kernels' headers use, most of them in functions that these kernels do not call.
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -23,7 +23,7 @@ T __ldg(const T* at) {
 }
 
 namespace {
-// What `extern __shared__` of the kernels finds.
+// The memory of the kernels' `extern __shared__`.
 alignas(128) char memory[device_on_host::kSharedBytes];
 [[maybe_unused]] const bool kIsSet = (device_on_host::shared_memory = memory, true);
 }  // namespace

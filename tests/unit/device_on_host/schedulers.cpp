@@ -1,6 +1,6 @@
-// The tile schedulers and block lists of the CUDA kernels, as they stand in csrc/cuda, for ctypes. test_schedulers.py compiles
-// it behind warp.h, and calls them. A function returns how many rows it has written to `out`, or -1 after an error, whose text
-// last_error() gives.
+// The tile schedulers and block lists of the CUDA kernels, compiled from csrc/cuda for ctypes. test_schedulers.py compiles this
+// file after warp.h and calls its functions. A function returns the number of rows written to `out`, or -1 after an error, with
+// a text in last_error().
 #include <random>
 #include <string>
 
@@ -51,7 +51,7 @@ void require_equal(const WorkTileCoord (&of_lane)[kLanes]) {
       throw std::runtime_error("the lanes of a warp got different tiles");
 }
 
-// Calls next(cta, rows) for CTAs in a random order until it has returned false for all.
+// Calls next(cta, rows) for CTAs in a random order until it has returned false for all of them.
 template <class F>
 void run_ctas(int ctas, unsigned seed, F&& next) {
   std::mt19937 random(seed);
@@ -189,7 +189,7 @@ int64_t tiles_in_sections(int64_t blocks, int64_t sequences, int64_t heads, int 
   });
 }
 
-// Rows of (tile, its first block, blocks, slot or -1), one per item of a launch whose last tiles are cut.
+// Rows of (tile, its first block, blocks, slot or -1), one per item of a launch in which the last tiles are cut.
 int64_t tile_cuts(int64_t tiles, int64_t blocks, int64_t sms, int64_t tile_cost, int64_t least_part, int64_t parts_per_block,
                   int64_t* out, int64_t capacity) {
   return guarded([&] {
@@ -210,7 +210,7 @@ int64_t tile_cuts(int64_t tiles, int64_t blocks, int64_t sms, int64_t tile_cost,
   });
 }
 
-// Rows of (block, whether it is clear, 0, 0): the blocks of `size` keys (along_keys) or queries of one CTA's walk, whose other
+// Rows of (block, whether it is clear, 0, 0): the blocks of `size` keys (along_keys) or queries of one CTA's walk. Its other
 // side is `across` rows from `from` on. kinds: [queries / 64 or 1, keys / 64 or 1].
 int64_t visible_blocks(const uint8_t* kinds, int64_t query_tiles, int64_t key_tiles, int along_keys, int size, int across,
                        int from, int count, int begin, int end, int64_t* out, int64_t capacity) {

@@ -1,9 +1,8 @@
-// Device code on the host: the words of CUDA C++ that kernels use, and a CTA whose threads run as fibers.
+// Device code on the host: the CUDA functions that kernels use, and a CTA with fibers as threads.
 //
 // A thread runs until it comes to a function that all lanes of its warp, or all threads of the CTA, call together (a vote, a
-// shuffle, a barrier). There it waits; when all of them wait, they get their results and go on. Lanes that come to different
-// functions, or of which some have ended, make the call fail: on a GPU it would hang or give any answer. So does a vote in
-// which a lane is missing.
+// shuffle, a barrier). There it waits; when all of them wait, they get their results and go on. The call fails if lanes come to
+// different functions, or if some have ended: on a GPU it would hang or give any answer. A vote with a lane missing fails, too.
 #pragma once
 
 #include <setjmp.h>
@@ -16,7 +15,7 @@
 #include <stdexcept>
 #include <vector>
 
-// CUDA's headers, where a test needs their types, are included before and have other definitions.
+// If a test needs the types of CUDA's headers, these are included before and have other definitions.
 #undef __device__
 #undef __host__
 #undef __global__
@@ -73,7 +72,7 @@ class Cta {
     }
   }
 
-  // What the other lanes of the warp have given to the same function.
+  // Returns the values that the lanes of the warp have given to the same function.
   static const uint64_t* exchange(Function function, uint64_t given) {
     Cta& cta = *current();
     const int n = cta.now_;

@@ -91,8 +91,8 @@ __device__ void store_row(const AppendProblem& problem, const Row<const Element>
   });
 }
 
-// Of one new row the key, or the value: a warp of its own for each, since it waits for memory alone. Where values are a view of
-// the keys, the key's warp writes both, one after the other. `sequence` names the scales.
+// Stores the key or the value of one new row. Each has its own warp, since it only waits for memory. If values are a view of
+// the keys, the key's warp writes both, one after the other. `sequence` selects the scales.
 template <class Element, class Cached>
 __device__ __forceinline__ void store_key_or_value(const AppendProblem& problem, bool is_key, int64_t batch, int64_t head,
                                                    int64_t index, int64_t sequence, int64_t block, int64_t row,
@@ -177,7 +177,7 @@ __device__ __forceinline__ void rotate_queries(const AppendProblem& problem, con
     });
     return;
   }
-  // Of packed queries, batch index n has the padding rows before sequence n too, which stay as they are.
+  // With packed queries, batch index n also has the padding rows before sequence n, which stay as they are.
   const bool packed = problem.query_starts;
   for_each_item(
       ctas, problem.batch + packed, problem.query_heads, ceil_div(problem.queries, int64_t{kRowsPerWarp}),
@@ -230,7 +230,7 @@ void run(const AppendProblem& problem, CUstream_st* stream) {
   if (ctas == 0) return;
   if (cache.dtype == problem.dtype) {
     launch<append_and_rotate<Element, Element>>(arguments, ctas, kThreads, 0, stream, true);
-  } else if constexpr (sizeof(Element) == 2) {  // float8 stands beside 16 bits alone
+  } else if constexpr (sizeof(Element) == 2) {  // only 16-bit dtypes have float8 caches
     if (cache.dtype == DType::kFloat8E4M3)
       launch<append_and_rotate<Element, Float8E4M3>>(arguments, ctas, kThreads, 0, stream, true);
     else

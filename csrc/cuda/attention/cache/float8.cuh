@@ -45,7 +45,7 @@ __device__ __forceinline__ void visit_float8(__nv_fp8_interpretation_t kind, F&&
 // smaller than another by more than 2^32, or the largest is not in [2^-25, 2^16).
 template <class ForEachWord>
 __device__ __forceinline__ float bfloat16_to_halves(ForEachWord&& for_each_word) {
-  // Of the magnitudes, less 2^15 to be signed numbers of 16 bits: the largest; the smallest less 1, which makes 0 the largest.
+  // The largest magnitude, and the smallest less 1, which makes 0 the largest. 2^15 is subtracted to get signed 16-bit numbers.
   unsigned most = 0x80008000, least = 0x7fff7fff;
   for_each_word([&](unsigned& pair) {
     const unsigned magnitudes = pair | 0x80008000;

@@ -25,9 +25,9 @@ __device__ __forceinline__ Element* out_of(const AttentionProblem& problem, cons
   return static_cast<Element*>(out.data) + row.n * out.stride[0] + row.head * out.stride[1] + row.query * out.stride[2];
 }
 
-// Ends a row, whose state is over all of its keys: adds the sink, and returns what its outputs are to be multiplied by. `lse`,
-// unless null, is where the logarithm of the denominator goes: the sum of maximum and logarithm is made in double, so that the
-// product with ln 2 loses nothing.
+// Finishes a row, given its state over all keys: adds the sink, and returns the factor for the outputs. Stores the logarithm of
+// the denominator to `lse` unless it is null. The maximum and the logarithm are added in double, so that the product with ln 2
+// loses nothing.
 __device__ __forceinline__ float finish_row(const AttentionProblem& problem, const CachedRow& row, ScoreState state,
                                             float* lse) {
   const bool is_empty = state.sum == 0;
@@ -41,8 +41,8 @@ __device__ __forceinline__ float finish_row(const AttentionProblem& problem, con
   return factor * state.inverse_sum_or_zero() * scale_of(cache.value_scale, cache.value_scale_stride, row.n, row.key_head);
 }
 
-// The partial results of a row, one behind the other: `first`, then every `step` floats from `others` on. Each has its outputs,
-// which still are to be divided by the sum, and at `state` its maximum (base 2) and its sum.
+// The partial results of a row: `first`, then one every `step` floats from `others` on. Each holds its outputs, not yet divided
+// by the sum, and at `state` its maximum (base 2) and its sum.
 struct RowParts {
   const float *first, *others;
   int64_t step;
@@ -51,8 +51,8 @@ struct RowParts {
   __device__ __forceinline__ float2 state_of(int i) const { return *reinterpret_cast<const float2*>(part(i) + state); }
 };
 
-// Merges the parts of rows, one at a time, by a CTA of kNumWarps: its warps merge a run of parts each, whose columns the lanes
-// divide, and then what the warps have is merged in ascending order.
+// Merges the parts of rows, one row at a time, with a CTA of kNumWarps warps. Each warp merges a run of parts, with the columns
+// spread over its lanes; then the warps' results are merged in ascending order.
 template <class Element, int kNumWarps = 4>
 class RowMerge {
  public:
@@ -63,7 +63,7 @@ class RowMerge {
     float2 states[kWarps], columns[kWarps][kPairs][kWarpSize];
   };
 
-  // Of the row's runs of kColumns columns every `runs`-th one, from `run` on.
+  // Merges every `runs`-th run of kColumns columns of the row, from `run` on.
   __device__ __forceinline__ static void merge(const AttentionProblem& problem, const CachedRow& row, const RowParts& parts,
                                                Shared& shared, int run = 0, int runs = 1) {
     const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpSize, lane = thread % kWarpSize;
@@ -95,7 +95,7 @@ class RowMerge {
     }
   }
 
-  // The same by one warp, whose other rows need no barrier.
+  // Merges the parts of one row with one warp, without a CTA barrier.
   __device__ __forceinline__ static void merge_by_warp(const AttentionProblem& problem, const CachedRow& row,
                                                        const RowParts& parts, int run = 0, int runs = 1) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize, width = static_cast<int>(problem.head_dim_v);

@@ -106,7 +106,7 @@ __device__ __forceinline__ void multiply_rows_precisely(const HeadRows<float>& o
   });
 }
 
-// What a thread reads of its query: lse, its compensation part, and the gradient of lse.
+// A thread's inputs for its query: lse, its compensation part, and the gradient of lse.
 struct LseInputs {
   float lse = lowest<float>(), lse_low = 0, grad_lse = 0;
 };
@@ -255,8 +255,8 @@ __device__ __forceinline__ void store_sink_part(double* to, double sink, double 
   }
 }
 
-// One CTA per tile of kStatsRows queries, the last tile first: the kernel that follows starts with the first tiles, whose
-// zeroed accumulators are then the ones most likely to be still in the cache.
+// One CTA per tile of kStatsRows queries, the last tile first: the next kernel starts with the first tiles, and their zeroed
+// accumulators are then the ones most likely to be still in the cache.
 template <class Element>
 __global__ void __launch_bounds__(kRowThreads) prepare_backward_kernel(const __grid_constant__ WorkspaceArguments arguments) {
   constexpr bool kFloat32 = std::is_same_v<Element, float>;

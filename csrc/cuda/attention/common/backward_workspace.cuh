@@ -56,7 +56,7 @@ struct BackwardWorkspace {
     bytes = scratch.bytes();
   }
 
-  // Of float32 problems: what delta's rounding to float drops, for the kStatsRows queries of a tile.
+  // float32 problems only: the rounding error of delta in float, for the kStatsRows queries of a tile.
   FLASH_ONLINE_HD float* delta_low(int64_t tile) const { return row_stats + list.count() * kRowStats + tile * kStatsRows; }
 };
 

@@ -9,7 +9,7 @@
 
 namespace flash_online::cuda {
 
-// Which weights of one head dropout keeps.
+// The weights of one head that dropout keeps.
 struct Dropout {
   Philox random;
   uint32_t threshold;
@@ -27,10 +27,10 @@ struct Dropout {
   __device__ unsigned kept(int64_t query, int64_t group) const { return random.kept(batch, head, query, group, threshold); }
 };
 
-// Which weights are kept of two neighbouring accumulators of 16 x 8, side by side or (kStacked) one below the other. The first
-// one begins at `row` and `column` of the block: bit 4 n + e for element e of the n-th. Eight neighbouring keys share a
-// random draw, and each lane makes one of the two accumulators' 32 draws: block.key and the accumulators' first keys must be
-// multiples of 8.
+// Returns which weights are kept of two neighbouring 16 x 8 accumulators, side by side or (kStacked) one below the other: bit
+// 4 n + e for element e of accumulator n. The first one begins at `row` and `column` of the block. Eight neighbouring keys
+// share a random draw, and each lane makes one of the two accumulators' 32 draws: block.key and the accumulators' first keys
+// must be multiples of 8.
 template <bool kTransposed, bool kStacked = false>
 __device__ __forceinline__ unsigned kept_weights(int row, int column, const Dropout& dropout, const ScoreBlock& block) {
   static_assert(Philox::kKeys == 8);

@@ -1,4 +1,4 @@
-// What is known of a mask before scores are computed: for each of its 64 x 64 tiles whether it hides all keys, some, or none.
+// The map of a mask, made before scores are computed: for each 64 x 64 tile, whether it hides all keys, some, or none.
 // Kernels skip hidden tiles without reading their keys and values, and do not read the mask of clear tiles again.
 #pragma once
 
@@ -62,7 +62,7 @@ TransposedMaskBits transposed_mask_bits_of(const AttentionProblem& problem, void
 void fill_transposed_mask_bits(const AttentionProblem& problem, const MaskMap& map, const TransposedMaskBits& bits,
                                CUstream_st* stream);
 
-// What the Hopper forward kernel reads in addition to the mask, or instead of it.
+// Tables that the Hopper forward kernel reads in addition to the mask, or instead of it.
 struct MaskTables {
   MaskBits bits;
   MaskMap map;
@@ -131,8 +131,8 @@ class VisibleBlocks {
   unsigned hidden_ = 0, clear_ = 0;  // bit n: block known_end_ - 32 + n
 };
 
-// How many map tiles a block of kSize queries or keys covers that starts at `from`, out of `count` in all. map_size: the map's
-// tiles in this dimension.
+// The number of map tiles that a block of kSize queries or keys from `from` on covers, out of `count` in all. map_size: the
+// map's tiles in this dimension.
 template <int kSize>
 __device__ __forceinline__ int map_tiles_covered(int64_t map_size, int from, int count) {
   return map_size == 1 ? 1 : min(ceil_div(count, kMaskMapTile) - from / kMaskMapTile, ceil_div(kSize, kMaskMapTile));

@@ -23,7 +23,7 @@ __device__ __forceinline__ void visit_mask(DType dtype, F&& f) {
   }
 }
 
-// Calls f with a value of the C++ type of a mask's dtype; beside float64 problems it may be float64, too.
+// Calls f with a value of the C++ type of a mask's dtype; in float64 problems it may also be float64.
 template <class F>
 __device__ __forceinline__ void visit_any_mask(DType dtype, F&& f) {
   if (dtype == DType::kFloat64) return f(double{});
@@ -100,7 +100,7 @@ class MaskTile {
   __device__ __forceinline__ T at(int query, int key) const {
     return *static_cast<const T*>(address<T>(query, key));
   }
-  // Whether pair_at() may be called: it reads the values of an even key and the next one at once.
+  // True if pair_at() may be called: it reads the values of an even key and the next one at once.
   template <class T>
   __device__ __forceinline__ bool has_pairs() const {
     return (first_ | step_) % (2 * sizeof(T)) == 0;
@@ -113,7 +113,7 @@ class MaskTile {
   __device__ __forceinline__ Pair<T> pair_at(int query, int key) const {
     return *static_cast<const Pair<T>*>(address<T>(query, key));
   }
-  // Whether every row begins at a multiple of 16 bytes.
+  // True if every row begins at a multiple of 16 bytes.
   __device__ __forceinline__ bool has_vectors() const { return (first_ | step_) == 0; }
   // Reads 16 queries by 16 keys of 16-bit values, transposed; only if has_vectors(). Lane l gets the queries 2 * (l % 4) and
   // the next, of the first eight queries and of the last eight: in words[0] and words[1] for key l / 4, in words[2] and

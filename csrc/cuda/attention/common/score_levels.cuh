@@ -45,8 +45,8 @@ __device__ __forceinline__ float exponent_below(float product, float scale, floa
   return is_large_score(pivot) ? __fsub_rn(__fmul_rn(product, scale), pivot) : fmaf(product, scale, -pivot);
 }
 
-// From this lse in base 2 on, large_rows.cu computes a row's part of the gradients. Hopper's backward kernels subtract lse
-// where scores are summed, in float, whose last digit at the lower bound is 2^-9. Those of float32 keep more digits of scores.
+// From this lse in base 2 on, large_rows.cu computes a row's part of the gradients. Hopper's 16-bit backward kernels subtract
+// lse in the float sums of the scores; at the lower bound a float's last digit is 2^-9. The float32 kernels keep more digits.
 template <class Element>
 constexpr double kLargeLse = sizeof(Element) == 2 ? 0x1p15 : 0x1p20;
 

@@ -1,5 +1,5 @@
-// What makes scores in base 2 of the products of queries and keys in a warp's accumulators: score modification, mask and
-// visibility; and what makes the backward pass's weights of scores. Accumulators are [query][key], or transposed [key][query].
+// Turns products of queries and keys in a warp's accumulators into scores in base 2 (score modification, mask, visibility), and
+// scores into the backward pass's weights. Accumulators are [query][key], or transposed [key][query].
 #pragma once
 
 #include "../../../core/mask.h"
@@ -30,7 +30,7 @@ using ScoreState = OnlineSoftmax<float, FastBinary>;
 // How far above the running maximum a block's maximum may be before the sum and the outputs are rescaled: weights reach 2^8.
 constexpr float kRescaleThreshold = 8;
 
-// Calls f(i, j, e, query, key) for every accumulator of a warp, whose 16 * kRows rows begin at `row` of the block.
+// Calls f(i, j, e, query, key) for every accumulator of a warp; the warp's 16 * kRows rows begin at `row` of the block.
 template <bool kTransposed, int kRows, int kColumns, class T, class F>
 __device__ __forceinline__ void for_each_score(const Accumulator<kRows, kColumns, T>&, int row, F&& f) {
 #pragma unroll
@@ -51,7 +51,7 @@ __device__ __forceinline__ void add_in_two_floats(float& x, float& low, float bi
   low += sum_low + fmaf(bias, factor_low, product_low);
 }
 
-// How scores follow from products: scale, softcap and ALiBi, each with its derivative.
+// The function from products to scores: scale, softcap and ALiBi, each with its derivative.
 struct ScoreMod {
   float scale;  // what a product is multiplied by: scale * log2(e), or scale / softcap
   float cap;  // softcap * log2(e); 0: none
@@ -59,7 +59,7 @@ struct ScoreMod {
   bool has_score_mod;  // false: products stand for scores, and the exponential multiplies them by `scale` > 0
   float lowest_product, lowest_score;  // where the mask is floating; the latter in base 2
 
-  // What all heads share. The host computes it, in double.
+  // The members that all heads share. The host computes them, in double.
   explicit ScoreMod(const AttentionProblem& problem)
       : scale(static_cast<float>(problem.softcap > 0 ? problem.scale / problem.softcap : problem.scale * kLog2EInDouble)),
         cap(static_cast<float>(problem.softcap * kLog2EInDouble)),
@@ -83,7 +83,7 @@ struct ScoreMod {
   // Makes scores of products that are multiplied by `factor` first; has_score_mod must be set.
   __device__ void multiply(float factor) { scale *= factor; }
 
-  // What the exponential still has to multiply a score by.
+  // The factor of scores that is left to the exponential.
   __device__ float remaining_scale() const { return has_score_mod ? 1.0f : scale; }
 
   // A product's score under the softcap, and the derivative, which multiplies the score's gradient.
@@ -97,7 +97,7 @@ struct ScoreMod {
   // A product's score without a softcap; its derivative is left to the scale that the gradients of queries and keys get.
   // Rounded: no fma may subtract a maximum, or lse, from what is more exact than these are made of.
   __device__ __forceinline__ void scale_product(float& x) const { x = __fmul_rn(x, scale); }
-  // ALiBi, whose derivative is 1.
+  // Adds ALiBi; its derivative is 1.
   __device__ __forceinline__ void add_alibi(float& x, float distance) const { x = fmaf(-slope, distance, x); }
 };
 
@@ -147,7 +147,7 @@ __device__ __forceinline__ HeadScoreMod<Element> score_mod_of_head(const ScoreMo
     return score_mod.of_head(problem, batch, head);
 }
 
-// Where a block of scores lies in its sequence.
+// The position of a block of scores in its sequence.
 struct ScoreBlock {
   int query, key;  // the first of the block
   int queries, keys;  // the sequence's length
@@ -155,7 +155,7 @@ struct ScoreBlock {
   __device__ __forceinline__ int query_of(int row) const { return query + row; }
 };
 
-// One whose rows are those of `heads` heads side by side, query by query.
+// A ScoreBlock with rows of `heads` heads interleaved: all heads of a query, then the next query.
 struct GroupScoreBlock : ScoreBlock {
   int heads;
   __device__ __forceinline__ int query_of(int row) const { return query + row / heads; }
@@ -196,8 +196,8 @@ __device__ __forceinline__ void apply_score_mod(Accumulator<kRows, kColumns>& d,
 }
 
 // Adds a float mask, or hides the scores that a bool mask does not show. `lowest_score`: ScoreMod's. `least_row_statistic`
-// returns the least maximum so far, or the least lse, of the lane's queries: no score need be raised to the lowest one unless a
-// query of the warp has seen nothing above it, since beside a larger maximum all such scores have weight 0.
+// returns the least maximum so far, or the least lse, of the lane's queries. Scores are raised to the lowest one only if a
+// query of the warp has seen nothing above it: with a larger maximum all such scores have weight 0.
 template <bool kTransposed, int kRows, int kColumns, class Mask, class Least, class Compensation = NotCompensated>
 __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int row, DType dtype, float lowest_score,
                                             const Mask& mask, Least&& least_row_statistic,
@@ -285,7 +285,7 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns, T>& d, 
           }
       }
   } else {
-    // A key is seen by the queries whose positions are in [key - right, key + left].
+    // The queries at positions [key - right, key + left] see a key.
     const int queries = min(block.queries - block.query, kColumns * 8);
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
@@ -347,8 +347,8 @@ __device__ __forceinline__ void exp_column(Accumulator<1, kColumns>& d, int j, f
   }
 }
 
-// Makes weights, 2^(product * scale - high - low), of transposed products, [key][query], whose ScoreMod leaves them alone
-// (has_score_mod is false); `weight` has them in 16 bits, as a left operand takes them. read_lse(j, high, low) sets the two
+// Computes weights, 2^(product * scale - high - low), from transposed products, [key][query], without score modification
+// (has_score_mod is false). `weight` gets them in 16 bits, in a left operand's layout. read_lse(j, high, low) sets the two
 // parts of lse for the queries 8 * j + 2 * lane_in_quad() and the next.
 template <class T, int kColumns, class Read>
 __device__ __forceinline__ void exp_products(Accumulator<1, kColumns>& d, const ScoreMod& score_mod, Read&& read_lse,

@@ -36,8 +36,8 @@ inline DecodeShape decode_shape(const AttentionProblem& problem, int tile_rows, 
   return DecodeShape::of(problem, problem.heads / problem.key_heads, tile_rows, tile_keys, warps);
 }
 
-// Whether no share cuts an item, which then belongs to the CTA in whose share it begins: pieces by num_splits, and items that
-// take less time than the merge of their parts would.
+// True if no share cuts an item; an item then belongs to the CTA with the share in which it begins. This holds for pieces by
+// num_splits, and for items that take less time than the merge of their parts would.
 inline bool decode_has_whole_items(const AttentionProblem& problem, const DecodeShape& shape) {
   constexpr int64_t kFewSteps = 2;
   return problem.cache.splits > 0 || shape.most_steps(problem) <= kFewSteps;
@@ -49,7 +49,7 @@ inline DecodePool decode_pool(const AttentionProblem& problem, const ConstView4&
   return {static_cast<const char*>(view.data), view.stride[1] * bytes, vectors(0), vectors(2), static_cast<int>(width * bytes)};
 }
 
-// Whether plain_arguments() has the arguments of a problem.
+// True if plain_arguments() has the arguments of a problem.
 inline bool is_plain_decode(const AttentionProblem& p) {
   const CacheView& cache = p.cache;
   return !p.query_starts && !p.alibi_slopes && p.lower_right && p.out.stride[3] == 1 && !cache.query_lengths && !cache.left &&
@@ -68,7 +68,7 @@ struct DecodeSetup {
       : layout(decode_layout(has_few_items(problem), kStageBytes, kQueryBytes, most_shared_bytes)) {
     if (layout.warps > 0) shape = decode_shape(problem, 16 * kRowTiles, decode_tile_keys(kHeadDim, kFloat8), layout.warps);
   }
-  // How many warps take turns decides in which order a row is summed: with num_splits it must not depend on the batch.
+  // The number of warps decides in which order a row is summed: with num_splits it must not depend on the batch.
   static bool has_few_items(const AttentionProblem& problem) {
     return problem.cache.splits == 0 && problem.batch * problem.key_heads * 4 <= sm_count();
   }
@@ -78,7 +78,7 @@ struct DecodeSetup {
   }
 };
 
-// What no kernel of a step of decoding takes.
+// The reason why no decode kernel takes a problem, or null.
 inline const char* decode_refusal(const AttentionProblem& p) {
   if (p.dtype == DType::kFloat32) return "float32";
   if (p.cache.splits == 1) return "num_splits=1: results that do not depend on how queries are cut into calls";
@@ -108,7 +108,7 @@ inline const char* decode_refusal(const AttentionProblem& p) {
   return nullptr;
 }
 
-// What a kernel is given, and where its partial results go.
+// The arguments of a kernel, with the addresses of its partial results.
 inline DecodeArguments decode_arguments(const AttentionProblem& problem, const DecodeShape& shape, const DecodePool& keys,
                                         const DecodePool& values, int stages, void* workspace) {
   DecodeArguments arguments{

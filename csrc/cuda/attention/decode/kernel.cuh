@@ -56,7 +56,7 @@ __device__ __forceinline__ DecodeArguments plain_arguments(const DecodeArguments
   return plain;
 }
 
-// Where a row of a part goes that is to be merged: its outputs, and in the last two floats maximum and sum. Null: it is final.
+// The address of a row of a part that is to be merged: its outputs, then maximum and sum in two floats. Null: it is final.
 struct DecodePartRow {
   float* data;
   int pitch;
@@ -108,7 +108,7 @@ class DecodeKernel {
   };
   using Queries = std::conditional_t<kSharesQueries, QueryTile, QueryFragments>;
 
-  // The first column of those that a lane has in accumulators [i][j][..] of the outputs; the next is kColumnStep behind it.
+  // The lane's first column in accumulators [i][j][..] of the outputs; the next is kColumnStep further.
   __device__ __forceinline__ static int column_of(int j) {
     return kFloat8 ? j / 2 * 16 + 4 * lane_in_quad() + j % 2 : 8 * j + 2 * lane_in_quad();
   }
@@ -159,7 +159,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   }
 }
 
-// Makes halves of bfloat16 queries beside float8 keys: see bfloat16_to_halves.
+// Converts bfloat16 queries to halves for float8 keys: see bfloat16_to_halves.
 template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
 __device__ __forceinline__ float DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::convert_queries(Queries& queries) {
   if constexpr (kSharesQueries) {
@@ -186,9 +186,9 @@ __device__ __forceinline__ float DecodeKernel<Element, kHeadDim, kFloat8, kRowTi
 
 // ---- a tile of keys
 
-// S = Q K^T. Even and odd steps have sums of their own: half as many products wait for each other, and the tensor cores, which
-// cut off what a sum does not hold, lose less. Not so for 32 rows beside float8, which have products enough, and whose sums
-// over 32 keys would not fit the registers. The operands are multiplied as elements of type Factor.
+// S = Q K^T. Even and odd steps have separate sums: half as many products wait for each other, and the tensor cores, which cut
+// off the digits that a sum does not hold, lose less. 32 rows with float8 keys have one sum: they have products enough, and two
+// sums over 32 keys would not fit the registers. The operands are multiplied as elements of type Factor.
 template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
 template <class Factor>
 __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::multiply_keys(
@@ -393,7 +393,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
     ScoreMod score_mod = arguments.score_mod;
     score_mod.multiply(scale_of(problem.cache.key_scale, problem.cache.key_scale_stride, walk.n, rows.key_head));
     float scale = score_mod.remaining_scale();
-    bool as_halves = true;  // the queries beside float8 keys
+    bool as_halves = true;  // the queries, for float8 keys
     // The keys that all rows see.
     const int whole_begin = shape.begin_of(rows.query_of(max(rows.count - 1, 0)) + rows.offset),
               whole_end = shape.end_of(rows.query_of(0) + rows.offset, rows.keys);

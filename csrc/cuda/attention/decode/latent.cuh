@@ -1,5 +1,5 @@
-// A step of decoding over latent keys (DeepSeek's MLA, absorbed): one wide head of keys whose first columns are the values, so
-// that a key is read once. docs/design/decode.md draws the kernel of other heads.
+// A decoding step over latent keys (DeepSeek's MLA, absorbed): one wide head of keys. The first columns are the values, so that
+// a key is read once. docs/design/decode.md draws the decode kernel for other heads.
 //
 // A CTA takes its share of the line of work (line.cuh) in tiles of 32 keys, which all of its warps load together into one ring.
 // A row of keys is too wide for one warp: each multiplies eight keys by half of the columns, the sums of both halves go through
@@ -91,7 +91,7 @@ class LatentLoads : public DecodeTiles<kLatentTile, DecodeLoaders::kCta> {
       const char* const from = keys_.data + key_head_ * keys_.head_bytes +
                                (uint64_t{vectors_before(keys_)} + static_cast<unsigned>(chunk)) * kVectorBytes;
       char* const to = ring_ + next_ * kStageBytes + box_offset(row, chunk);
-      const int bytes = block_ < 0 ? 0 : keys_.row_bytes - chunk * kVectorBytes;  // from this chunk on; behind them are zeros
+      const int bytes = block_ < 0 ? 0 : keys_.row_bytes - chunk * kVectorBytes;  // from this chunk on; zeros follow
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box)
         cp_async(reinterpret_cast<uint4*>(to + box * kLatentBoxBytes), from + box * 128, bytes > box * 128 ? kVectorBytes : 0);
@@ -265,14 +265,14 @@ struct LatentSetup {
   int shared_bytes() const { return stages * kStageBytes + kExchangedBytes; }
 };
 
-// Whether the values are the first columns of the keys.
+// True if the values are the first columns of the keys.
 inline bool has_latent_values(const AttentionProblem& p) {
   const auto same = [&](int i) { return p.key.stride[i] == p.value.stride[i]; };
   return p.key.data == p.value.data && p.key_heads == p.value_heads && p.head_dim_v <= p.head_dim && same(0) &&
          (p.key_heads == 1 || same(1)) && same(2) && same(3);
 }
 
-// What no kernel of latent keys takes.
+// The reason why no kernel of latent keys takes a problem, or null.
 inline const char* latent_refusal(const AttentionProblem& p) {
   if (const char* const reason = decode_refusal(p)) return reason;
   if (is_float8(p.cache.dtype)) return "latent keys of float8";

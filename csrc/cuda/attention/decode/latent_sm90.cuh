@@ -31,7 +31,7 @@ constexpr int latent_group_box(int group, int n) {
   return kBoxes[group][n];
 }
 
-// How many rows of an item a warp has, of the sixteen of a product: where there is room, its lanes have one row each, not two.
+// A warp's rows of an item, of the sixteen of a product: if there is room, its lanes have one row each, not two.
 __device__ __forceinline__ int latent_rows_per_warp(const DecodeShape& shape) { return shape.tile_rows <= 32 ? 8 : 16; }
 
 struct LatentSm90Shared {
@@ -118,7 +118,7 @@ class LatentSm90Loads : public DecodeTiles<kLatentSm90Tile, DecodeLoaders::kWarp
     for (int i = 0; i < kCopies; ++i) {
       const int row = i * kRowsAtOnce + row_of_lane();
       from[i] = data + uint64_t{__shfl_sync(~0u, vectors, row)} * kVectorBytes;
-      bytes[i] = __shfl_sync(~0u, block_, row) < 0 ? 0 : keys_.row_bytes - chunk() * kVectorBytes;  // behind them are zeros
+      bytes[i] = __shfl_sync(~0u, block_, row) < 0 ? 0 : keys_.row_bytes - chunk() * kVectorBytes;  // zeros follow
       to[i] = box_offset(first_row() + row, chunk());
     }
     char* const stage = shared_.stage[tile.stage][0];

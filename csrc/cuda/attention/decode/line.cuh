@@ -1,10 +1,9 @@
 // The line of work of a decoding step, and how CTAs share it.
 //
-// An item is what one CTA could do by itself: one tile of rows of a key head of a sequence, over all keys that they see, or
-// over a piece of them where the caller wants pieces. The items of all sequences lie behind one another on a line, measured in
-// steps, in which each warp of a CTA takes a tile of keys, and every CTA takes an equal share of the line: an item that reaches
-// over several shares is cut, and its parts are merged. Only the device knows how long sequences are, so each warp adds them up
-// by itself.
+// An item is work that one CTA could do by itself: one tile of rows of a key head of a sequence, over all keys that they see,
+// or over one piece of them if num_splits is given. The items of all sequences follow one another on a line, measured in steps:
+// in a step, each warp of a CTA takes a tile of keys. Every CTA takes an equal share of the line. An item that spans several
+// shares is cut, and its parts are merged. Only the device knows the lengths of sequences, so each warp sums them itself.
 //
 // All numbers have 32 bits: decode.cuh refuses longer lines.
 #pragma once
@@ -20,16 +19,16 @@
 
 namespace flash_online::cuda {
 
-// How a call's rows and keys are cut.
+// The cut of a call's rows and keys.
 struct DecodeShape {
-  int group;  // query heads per key head: the rows of a key head are theirs side by side, query by query
-  int tile_rows, row_tiles;  // row_tiles: of the longest sequence, per key head
-  int key_heads;  // or as many fewer as go abreast, and then row_tiles is 1 where tiles of rows do
+  int group;  // query heads per key head: a key head's rows are these heads interleaved, query by query
+  int tile_rows, row_tiles;  // row_tiles: of the longest sequence, per key head; 1 if row tiles run abreast
+  int key_heads;  // divided by heads_abreast
   int tile_keys_log2, warps_log2;
   int window_left, window_right;  // below 0: no bound
-  int least_share = 1;  // steps: shares are no smaller, though CTAs have nothing to do then
-  // Neighbouring key heads, and all their tiles of rows, that go abreast: as many CTAs take the same share, each for one of
-  // them. What they read at a time is the same, or lies side by side in a cache whose tokens have their heads together.
+  int least_share = 1;  // steps: shares are no smaller, even if CTAs are then idle
+  // Neighbouring key heads, and row tiles of a key head, that run abreast: that many CTAs take the same share, each for one
+  // head and row tile. They read the same keys at a time, or adjacent ones in a cache that has a token's heads together.
   int heads_abreast = 1, row_tiles_abreast = 1;
 
   // `group`: how many query heads lie side by side in a tile.
@@ -51,13 +50,13 @@ struct DecodeShape {
             .row_tiles_abreast = rows_abreast ? row_tiles : 1};
   }
   __host__ __device__ constexpr int abreast() const { return heads_abreast * row_tiles_abreast; }
-  // The tile of rows and the key head of one that goes abreast, from those on the line.
+  // The tile of rows and the key head of the `which`-th CTA of a share, from those on the line.
   __device__ __forceinline__ int2 of_abreast(int2 tile_and_head, int which) const {
     const int head = static_cast<int>(static_cast<unsigned>(which) / static_cast<unsigned>(row_tiles_abreast));
     return {tile_and_head.x + which - head * row_tiles_abreast, tile_and_head.y * heads_abreast + head};
   }
-  // How many steps an item has at most, over all of its keys or those in the windows of all queries; and how long the line
-  // could be, of one of those that go abreast.
+  // The most steps of an item, over all of its keys or those in the windows of all queries; and the most units of the line, per
+  // head and row tile that run abreast.
   int64_t most_steps(const AttentionProblem& problem) const {
     const int64_t tile = int64_t{1} << tile_keys_log2;
     int64_t tiles = ceil_div(capacity_of(problem.cache), tile);
@@ -72,15 +71,15 @@ struct DecodeShape {
   }
 
   __host__ __device__ constexpr int warps() const { return 1 << warps_log2; }
-  // Of a sequence of so many queries, at least one: its tiles of rows per key head.
+  // The tiles of rows per key head of a sequence of `queries` queries, at least one.
   __device__ __forceinline__ int row_tiles_of(int queries) const {
     if (row_tiles == 1) return 1;
     return static_cast<int>(static_cast<unsigned>(queries * group + tile_rows - 1) / static_cast<unsigned>(tile_rows));
   }
-  // The tile of keys that begins a range of keys, and the one behind its last.
+  // The first tile of a range of keys, and one past the last tile.
   __device__ __forceinline__ int first_tile(int begin) const { return begin >> tile_keys_log2; }
   __device__ __forceinline__ int end_tile(int end) const { return (end + (1 << tile_keys_log2) - 1) >> tile_keys_log2; }
-  // The first key that a query at a position sees, and the one behind the last.
+  // The first key that a query at a position sees, and one past the last key.
   __device__ __forceinline__ int begin_of(int position) const { return window_left < 0 ? 0 : max(position - window_left, 0); }
   __device__ __forceinline__ int end_of(int position, int keys) const {
     return window_right < 0 ? keys : min(position + window_right + 1, keys);

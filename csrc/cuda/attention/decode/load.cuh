@@ -1,5 +1,5 @@
-// How a warp loads cached keys and values: tile after tile of its own share, ahead of its computations, into a ring of buffers
-// of its own. No other warp reads them, so that a warp waits for its own copies alone.
+// Loads of cached keys and values by a warp: tile after tile of its share, ahead of its computations, into its own ring of
+// buffers. No other warp reads them, so that a warp waits for its own copies only.
 #pragma once
 
 #include "../../hw/compiler.cuh"
@@ -30,8 +30,8 @@ __device__ __forceinline__ void wait_for_groups(int pending) {
     cp_async_wait<kDecodeMostStages - 2>();
 }
 
-// Which threads load a tile together. In a warp, each lane finds one row. In a CTA, eight threads share a row. In a warpgroup,
-// each warp takes a quarter of the rows.
+// The threads that load a tile together. In a warp, each lane finds one row. In a CTA, eight threads share a row. In a
+// warpgroup, each warp takes a quarter of the rows.
 enum class DecodeLoaders { kWarp, kCta, kWarpgroup };
 
 // The tiles of kTile keys that they load, one after the other, and where the rows of the next one lie.
@@ -63,10 +63,10 @@ class DecodeTiles {
     constexpr int kRows = kLoaders == DecodeLoaders::kWarp ? kTile : kTile / 4;
     return (kLoaders == DecodeLoaders::kWarp ? 0 : thread / kWarpSize % 4 * kRows) + thread % kRows;
   }
-  // Looks at what the table answered: the lane's row is nowhere unless the pool has its block.
+  // Checks the table's entry: the lane's row is outside of the pool unless the pool has its block.
   __device__ __forceinline__ void check_block() { block_ = static_cast<int>(checked_block(problem_.cache, block_)); }
-  // How far the lane's row lies behind the first of its head, in vectors of 16 bytes. A row that is nowhere, of which nothing
-  // is read, counts as the first.
+  // The offset of the lane's row from the first row of its head, in vectors of 16 bytes; 0 for a row outside of the pool, which
+  // is not read.
   __device__ __forceinline__ unsigned vectors_before(const DecodePool& pool) const {
     return block_ < 0 ? 0 : static_cast<unsigned>(block_) * pool.block_vectors + static_cast<unsigned>(row_) * pool.row_vectors;
   }
@@ -156,7 +156,7 @@ class DecodeLoads : public DecodeTiles<kTile, DecodeLoaders::kWarp> {
  private:
   using Tiles::block_, Tiles::key_head_, Tiles::check_block, Tiles::done, Tiles::next_tile, Tiles::vectors_before;
 
-  // What a warp asks for at once should be whole lines of 128 bytes, which eight lanes read.
+  // The loads of a warp should be whole lines of 128 bytes, with eight lanes per line.
   static constexpr int kLanes = 8, kRowsAtOnce = kWarpSize / kLanes;
 
   __device__ __forceinline__ void start_rows() {
@@ -171,7 +171,7 @@ class DecodeLoads : public DecodeTiles<kTile, DecodeLoaders::kWarp> {
   __device__ __forceinline__ void start_rows(const DecodePool& pool, unsigned there, unsigned chunk, unsigned own,
                                              unsigned to) {
     const unsigned before = vectors_before(pool);
-    // What is the same for all rows is added up once; the compiler would add a part of it for each.
+    // Terms that all rows share are added once; the compiler would add some of them per row.
     const uint64_t data = opaque(reinterpret_cast<uint64_t>(pool.data + key_head_ * pool.head_bytes) + chunk * kVectorBytes);
     // A lane's rows differ in bit 2 and above it, since own < 4; bit 2 is one of the chunk as well (box_offset).
     const unsigned to_row[2] = {opaque(to), opaque(to ^ 4 * kVectorBytes)};

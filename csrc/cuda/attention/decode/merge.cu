@@ -1,5 +1,5 @@
-// Where the border of two shares cuts an item, its parts are merged: some CTAs per border, and the borders that cut the same
-// item divide its rows among themselves. All of it is found while the kernel before still runs.
+// Merges the parts of items that borders of shares cut: some CTAs per border; the borders that cut one item divide its rows
+// among themselves. The CTAs find their work while the kernel before still runs.
 #include "../../hw/launch.h"
 #include "../../hw/pdl.cuh"
 #include "parts.cuh"
@@ -13,7 +13,7 @@ struct MergePartsArguments {
   DecodeShape shape;
   DecodeParts parts;
   int ctas;
-  int runs;  // of columns, which CTAs of their own merge
+  int runs;  // of columns: separate CTAs merge each
 };
 
 template <class Merge>
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(Merge::kThreads, 1024 / Merge::kThreads)
   const AttentionProblem& problem = arguments.problem;
   const DecodeShape& shape = arguments.shape;
   const CachedPieces whole{};
-  const int cta = static_cast<int>(blockIdx.x) + 1;  // the one in whose share the border is the first
+  const int cta = static_cast<int>(blockIdx.x) + 1;  // its share begins at the border
   launch_dependents();
   const DecodeShare share = find_share(problem, whole, shape, arguments.ctas, cta);
   DecodeSequence s{};
@@ -77,8 +77,8 @@ void merge_parts(const AttentionProblem& problem, const DecodeShape& shape, cons
                                                          : merge_shares<RowMerge<__nv_bfloat16, kWarps>>;
     launch_dependent(kernel, arguments, grid, kWarps * kWarpSize, stream);
   };
-  // Where rows are many, they are tiles of the Hopper kernel, which leaves no room beside it: CTAs may be large. Where rows are
-  // wide too, their runs of columns make CTAs enough.
+  // Many rows come from tiles of the Hopper kernel. No CTA fits on an SM next to a CTA of that kernel, so CTAs may be large. If
+  // rows are wide too, their runs of columns give enough CTAs.
   if (rows > 16 && shape.tile_rows > 32 && runs == 1)
     launch_with(std::integral_constant<int, 16>{});
   else

@@ -1,5 +1,5 @@
 // The partial results of items that the shares of CTAs cut. A share has at most two such parts: one of an item that began
-// before it, and one of an item that ends behind it. So the workspace is as large as the GPU, whatever is attended to.
+// before it, and one of an item that ends after it. So the workspace grows with the number of CTAs, not with the problem.
 #pragma once
 
 #include "../cache/result.cuh"

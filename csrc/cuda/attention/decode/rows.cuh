@@ -1,5 +1,5 @@
-// What a warp does with the rows of a part, whichever of a tile's keys it has: it loads their queries, makes scores of products
-// and weights of scores, and multiplies these by values.
+// A warp's work on the rows of a part, for any keys of a tile: it loads queries, turns products into scores and scores into
+// weights, and multiplies weights by values.
 #pragma once
 
 #include "../../mma/gemm.cuh"
@@ -56,7 +56,7 @@ struct DecodeRows {
 };
 
 // Loads the fragments of steps of a product; column_of(step) is the first of a step's sixteen columns. Rows that do not exist
-// are copies of the last one that does: nobody looks at their results. Loads are four bytes wide.
+// are copies of the last row that does; their results are not used. Loads are four bytes wide.
 template <class Element, bool kFloat8, int kSteps, int kRowTiles, class ColumnOf>
 __device__ __forceinline__ void load_query_fragments(typename Fragments<Element>::Left (&fragments)[kSteps][kRowTiles],
                                                      const AttentionProblem& problem, const DecodeRows<kRowTiles>& rows,
@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_query_fragments(typename Fragments<Element>
     }
 }
 
-// Makes scores of products: scale, softcap and ALiBi, whose slopes differ from row to row, since rows are of several heads.
+// Turns products into scores: scale, softcap and ALiBi. Slopes differ between rows, since rows are of several heads.
 template <int kRowTiles, int kColumns>
 __device__ __forceinline__ void apply_mod(const AttentionProblem& problem, const ScoreMod& score_mod,
                                           Accumulator<kRowTiles, kColumns>& scores, const DecodeRows<kRowTiles>& rows,

@@ -1,9 +1,9 @@
-// How a CTA of the decode kernel is laid out in shared memory.
+// The shared memory layout of a CTA of the decode kernel.
 #pragma once
 
 namespace flash_online::cuda {
 
-// How many keys a warp takes at a time: where rows are short, more of them fill a stage, and their cost per step is divided.
+// Keys of a warp at a time. If rows are short, more of them fill a stage and share the cost of a step.
 constexpr int decode_tile_keys(int head_dim, bool is_float8) { return head_dim * (is_float8 ? 1 : 2) <= 128 ? 32 : 16; }
 constexpr int kDecodeMostWarps = 8, kDecodeMostStages = 4;
 
@@ -30,7 +30,7 @@ constexpr int decode_shared_bytes(const DecodeLayout& layout, int stage_bytes, i
   return layout.warps * (layout.stages * stage_bytes + query_bytes + kDecodeWarpBytes);
 }
 
-// What should be on its way to an SM: more is read no faster, and less evenly by the SMs.
+// Bytes that should be in flight to an SM: more are read no faster, and less evenly by the SMs.
 constexpr int kDecodeBytesAhead = 64 << 10;
 
 // As many stages for `warps` in each of `ctas` CTAs per SM as are of use and as there is room for; {0, 0, 0} where that is less

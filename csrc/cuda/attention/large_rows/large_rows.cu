@@ -1,8 +1,8 @@
-// Gradients of rows whose lse is large. docs/design/large_scores.md draws the pass.
+// Gradients of rows with a large lse. docs/design/large_scores.md draws the pass.
 //
-// CTAs take items from one list. First come tiles of queries: the row statistics of their marked rows, which follow from the
-// inputs alone, and dQ. When all of them are done come tiles of keys, dK and dV, and rows of the mask's gradient. Each sum is a
-// CTA's own and has one order. Products, scores and sums are in double.
+// CTAs take items from one list. Tiles of queries come first: the row statistics of their marked rows, computed from the inputs
+// alone, and dQ. When all of them are done, tiles of keys (dK and dV) and rows of the mask's gradient follow. One CTA computes
+// each sum, in a fixed order. Products, scores and sums are in double.
 #include <algorithm>
 #include <atomic>
 
@@ -149,7 +149,7 @@ struct LargeRowsHead {
     return range;
   }
 
-  // The natural score of a product whose key the query sees by position; `derivative`: its own by product * scale.
+  // The natural score of a product, for a key that the query sees by position. `derivative`: d score / d (product * scale).
   __device__ double score(double product, int query_index, int key_index, double& derivative) const {
     double x = product * problem.scale;
     derivative = 1;
@@ -170,7 +170,7 @@ struct LargeRowsHead {
     return x;
   }
 
-  // What dropout multiplies a weight by.
+  // The factor that dropout multiplies a weight by.
   __device__ double kept(int query_index, int key_index) const {
     if (!dropout) return 1;
     const unsigned bits = dropout.kept(query_index, key_index / Philox::kKeys);

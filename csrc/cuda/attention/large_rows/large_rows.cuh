@@ -1,4 +1,4 @@
-// The rows of a backward pass whose lse is large (kLargeLse), which have a pass of their own, in double.
+// Rows of a backward pass with a large lse (kLargeLse): a separate pass computes their gradients in double.
 // docs/design/large_scores.md says why.
 #pragma once
 
@@ -16,14 +16,14 @@ struct BackwardWorkspace;
 struct LargeRows {
   static constexpr int kWords = 2;  // per tile of kStatsRows queries
 
-  // What the CTAs of add_large_rows() share. `token` is the call's where a row is marked, and otherwise any number: of an
-  // earlier call, or of whatever the memory was used for.
+  // State that the CTAs of add_large_rows() share. `token` is the call's if a row is marked, and otherwise arbitrary: of an
+  // earlier call, or any old data of the memory.
   struct Progress {
     uint64_t token;
     unsigned next, queries_done;  // the next item; how many items of queries are done
   };
   struct Stats {
-    double max, log_sum, delta;  // lse is the sum of the first two, whose digits it has no room for
+    double max, log_sum, delta;  // lse is max + log_sum; a single double would lose digits
   };
   uint32_t* marks = nullptr;  // [tiles][kWords]: bit n of word w is set for query 32 * w + n
   Stats* stats = nullptr;  // [tiles][32 * kWords]; of marked rows

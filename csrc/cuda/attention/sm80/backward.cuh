@@ -24,7 +24,7 @@
 
 namespace flash_online::cuda {
 
-// Where dQ goes.
+// The destination of dQ.
 enum class DqMode : int8_t {
   kAccumulate,  // into sums that other CTAs add to
   kDirect,      // into the result: one tile has all keys
@@ -41,7 +41,7 @@ struct BackwardSm80Arguments {
   DqMode dq_mode;
 };
 
-// The part of a mask's tile that a warp sees whose queries begin at `query`.
+// A warp's part of a mask tile; its queries begin at `query`.
 template <class Mask>
 struct LaterQueries {
   const Mask& mask;
@@ -63,7 +63,7 @@ struct RowStatsTile {
   static constexpr int kBytes = kStats * kQueries * static_cast<int>(sizeof(float));
   float* data;
 
-  // Starts copying those of the queries from `query` on, from one head's statistics.
+  // Starts copying one head's statistics of the queries from `query` on.
   template <int kThreads>
   __device__ __forceinline__ void load(const float* row_stats, [[maybe_unused]] const float* delta_low_stats, int query) const {
     static_assert(kStatsRows % kQueries == 0 && kStats * kQueries / 4 <= kThreads);
@@ -74,9 +74,9 @@ struct RowStatsTile {
     if (kPrecise && stat == 3) from = delta_low_stats + query + column;
     cp_async(reinterpret_cast<uint4*>(data + stat * kQueries + column), from);
   }
-  // Each reads those of two neighbouring queries.
+  // lse, lse_low, delta and delta_low read the statistics of two neighbouring queries.
   __device__ __forceinline__ float2 lse(int query) const { return *reinterpret_cast<const float2*>(data + query); }
-  // The least of those that a lane reads in kColumns groups of eight queries.
+  // The least lse that a lane reads in kColumns groups of eight queries.
   template <int kColumns>
   __device__ __forceinline__ float least_lse() const {
     float least = INFINITY;
@@ -145,7 +145,7 @@ class BackwardSm80Kernel {
 
     BackwardSm80Kernel kernel(arguments, tile, makes_dq, direct, shared);
     kernel.load_keys_and_values();
-    // Accumulators are no members: the compiler would leave the members beside an array in memory until loops are unrolled.
+    // Accumulators are not members: the compiler would keep the other members in memory until loops are unrolled.
     KeyGrads grad_key, grad_value;
     clear(grad_key);
     clear(grad_value);
@@ -164,12 +164,12 @@ class BackwardSm80Kernel {
   static constexpr int kDkvSplit = kInRegisters ? 1 : kTile.warps / kTile.dkv_warps;
   static constexpr int kDkvRows = kKeys / (kInRegisters ? kTile.score_key_warps : kTile.dkv_warps) / 16;
   static constexpr int kDkvWidth = kHeadDim / kDkvSplit;
-  // Whether a warp sums over the keys that it makes half of the weights of: that half is a left operand in registers.
+  // True if a warp sums over the keys for which it computes half of the weights: that half is a left operand in registers.
   static constexpr bool kOwnHalf = kTile.dkv_warps == kTile.score_key_warps && kTile.score_query_warps == 2 && kDkvSplit == 2;
   // dQ, [query][column].
   static constexpr int kDqSplit = kTile.warps / kTile.dq_warps;
   static constexpr int kDqRows = kQueries / kTile.dq_warps / 16, kDqWidth = kHeadDim / kDqSplit;
-  // A step of a product whose left operand is in registers takes two columns of accumulators.
+  // A step of a product with the left operand in registers takes two columns of accumulators.
   static_assert((!kInRegisters && !kOwnHalf) || kScoreColumns % 2 == 0);
 
   using Piece = typename Split<Element>::Piece;
@@ -267,7 +267,7 @@ class BackwardSm80Kernel {
     return {reinterpret_cast<float*>(stages + stage * kStageBytes + 2 * kQueryBytes)};
   }
 
-  // What the mainloop reads of one head.
+  // One head's inputs of the mainloop.
   struct Head {
     const int index;
     const HeadRows<Element> query_rows, grad_out_rows;
@@ -429,7 +429,7 @@ class BackwardSm80Kernel {
     }
   }
 
-  // Scores of products: score modification, whose derivative multiplies `grads`, mask and visibility.
+  // Turns products into scores: score modification (its derivative multiplies `grads`), mask and visibility.
   __device__ __forceinline__ void make_scores(Scores& scores, Compensation& compensation, Scores& grads, const Head& head,
                                               const ScoreBlock& here, const RowStats& stats, bool masked) const {
     if (kHasOptions && head.score_mod.has_score_mod)

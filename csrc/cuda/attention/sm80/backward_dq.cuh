@@ -46,7 +46,7 @@ class BackwardDqSm80Kernel {
                         tile_coord(problem, arguments.list, blockIdx.x % tiles, false, kQueries, problem.visible.right >= 0));
     if (tile.block < 0 || tile.block * kQueries >= tile.queries) return;
     BackwardDqSm80Kernel kernel(arguments, tile, static_cast<int>(piece) * kColumns, shared);
-    // Accumulators are no members: the compiler would leave the members beside an array in memory until loops are unrolled.
+    // Accumulators are not members: the compiler would keep the other members in memory until loops are unrolled.
     DqAccumulator grad_query;
     kernel.mainloop(grad_query);
     kernel.epilogue(grad_query);
@@ -193,7 +193,7 @@ class BackwardDqSm80Kernel {
     });
   }
 
-  // Scores of products: score modification, whose derivative multiplies `grads`, mask and visibility.
+  // Turns products into scores: score modification (its derivative multiplies `grads`), mask and visibility.
   __device__ __forceinline__ void make_scores(Scores& scores, Compensation& compensation, Scores& grads, const ScoreBlock& here,
                                               const RowStats& stats) const {
     if (score_mod.has_score_mod) apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, &grads, &compensation);

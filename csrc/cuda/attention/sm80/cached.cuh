@@ -1,5 +1,5 @@
-// Attention over cached keys: the kernel of forward.cuh, whose keys and values come from the pages of a pool, and where queries
-// are few a CTA per piece of the keys.
+// Attention over cached keys: the kernel of forward.cuh with keys and values from the pages of a pool. If queries are few, each
+// CTA takes one piece of the keys.
 #pragma once
 
 #include "forward.cuh"
@@ -24,7 +24,7 @@ int64_t value_pieces_of(const AttentionProblem& problem) {
   return std::max<int64_t>(ceil_div(problem.head_dim_v, int64_t{Kernel::kHeadDimV}), 1);
 }
 
-// How many of the heads that share keys a tile holds: a divisor of their number. ALiBi is one head's.
+// Heads per tile, of the heads that share keys: a divisor of their number. 1 with ALiBi, which differs between heads.
 template <class Kernel>
 int group_of(const AttentionProblem& problem) {
   const int64_t group = problem.heads / problem.key_heads;

@@ -1,9 +1,9 @@
 // Attention forward for every GPU from compute capability 8.0 on, on mma.sync and cp.async: FlashAttention-2's organisation
 // (arXiv 2307.08691). docs/design/attention_sm80.md draws it.
 //
-// A CTA takes a tile of one head's queries, and each of its warps 16 * row_tiles of them, whose scores, weights and outputs are
-// in that warp's registers. The mainloop passes over blocks of keys: while scores are made, the block's values and mask arrive;
-// while weights and outputs are made, the next block's keys do.
+// A CTA takes a tile of one head's queries. Each warp takes 16 * row_tiles of them and has their scores, weights and outputs in
+// registers. The mainloop passes over blocks of keys: the block's values and mask are loaded while its scores are computed, the
+// next block's keys while weights and outputs are computed.
 #pragma once
 
 #include "../../hw/launch.h"
@@ -42,7 +42,7 @@ class ForwardSm80Kernel {
   static constexpr ForwardSm80Tile kTile = forward_sm80_tile(kSplitBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kHeadDimV = kTile.head_dim_v, kRowTiles = kTile.row_tiles;
-  static constexpr int kRowWarps = kTile.warps / kTile.key_parts;  // whose rows differ
+  static constexpr int kRowWarps = kTile.warps / kTile.key_parts;  // with different rows
   static constexpr int kWarpKeys = kKeys / kTile.key_parts;  // of a step, per warp
 
   static int shared_bytes(const AttentionProblem& problem) {
@@ -73,7 +73,7 @@ class ForwardSm80Kernel {
   static_assert(kQueryBytes % 16 == 0 && kKeyBytes % 16 == 0 && kValueBytes % 16 == 0);
   static_assert(kQueryBytes + kKeyBytes + kValueBytes == kTile.shared_bytes());
 
-  // What a CTA does: queries [query, last_query) of `sequence`, whose keys are those of one piece, and of its head or heads.
+  // The work of a CTA: queries [query, last_query) of one or more heads; `sequence` has the keys of one piece.
   struct Work {
     int64_t batch, head;  // the first head
     int64_t key_piece, pieces;  // of cached keys
@@ -144,8 +144,8 @@ class ForwardSm80Kernel {
     if (kCached) clear_results(problem, head, unused_queries(problem, sequence));
   }
 
-  // The rows of a head's keys, or values, from column `first_column` on. The places of cached ones are behind the tiles, and
-  // `staging` bytes behind these what is staged.
+  // The rows of a head's keys or values, from column `first_column` on. For cached rows, shared memory has their places after
+  // the tiles, and the staged rows `staging` bytes after the places.
   __device__ __forceinline__ static KeyRows rows_of(const AttentionProblem& problem, const ConstView4& view, int64_t batch,
                                                     const Rows& keys, int64_t head, int64_t columns, int64_t first_column,
                                                     int staging) {
@@ -213,8 +213,7 @@ class ForwardSm80Kernel {
       }
   }
 
-  // Merges the results of the warps that share queries into those of the first of them, by way of shared memory that nobody
-  // else uses.
+  // Merges the results of the warps that share queries into those of the first warp, through shared memory not in use.
   __device__ __forceinline__ static void merge_key_parts(float4* memory, int warp, int key_part, Outputs& out,
                                                          RowStates& states) {
     constexpr int kVectors = kRowTiles * (kHeadDimV / 8), kStates = kRowTiles;  // per lane

@@ -58,7 +58,7 @@ struct FloatsInRegisters {
       values[n] = r < left && c < from.columns ? *reinterpret_cast<const float4*>(at) : make_float4(0, 0, 0, 0);
     }
   }
-  // The same, element by element, of a tensor whose vectors cannot be read.
+  // Like fetch(), but element by element, for a tensor that cannot be read by vectors.
   __device__ __forceinline__ void fetch_elements(const HeadRows<Element>& from, int row, int rows) {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {

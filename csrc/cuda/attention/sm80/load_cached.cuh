@@ -8,7 +8,7 @@
 
 namespace flash_online::cuda {
 
-// Which query, and which head, the rows of a tile are.
+// The query and the head of a tile's rows.
 struct PlainRows {
   static constexpr int heads = 1;
   __device__ __forceinline__ int query_of(int row) const { return row; }
@@ -55,7 +55,7 @@ struct CachedPlace {
   int block, row;
 };
 
-// What the places of two blocks of `rows` rows take.
+// Bytes of the places of two blocks of `rows` rows.
 constexpr int cached_place_bytes(int rows) { return 2 * rows * static_cast<int>(sizeof(CachedPlace)); }
 
 // The rows of a sequence's cached keys, or values, of one head. A block of kRows of them has its places in shared memory, in
@@ -103,7 +103,7 @@ class CachedRows {
   }
 
   __device__ __forceinline__ CachedPlace* places_of(int row) const { return places_ + row / kRows % 2 * kRows; }
-  // Where the column of this index is, in the row of a place; place.block is not -1.
+  // The address of a column in the row of a place; place.block is not -1.
   __device__ __forceinline__ const char* at(const CachedPlace& place, int column) const {
     return data_ + place.block * block_stride_ + place.row * row_stride_ + column * column_stride_;
   }

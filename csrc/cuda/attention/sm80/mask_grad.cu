@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kMaskTile = 64, kMaskWarps = 4, kMaskThreads = kMaskWarps * kWarpSize;
 
-// How many batches, heads and blocks of queries and keys a tile of the mask is broadcast over; 1 where it is not.
+// The numbers of batches, heads and blocks of queries and keys that a mask tile is broadcast over; 1 where it is not.
 struct Extents {
   int batch, heads, queries, keys;  // queries and keys in blocks
   FLASH_ONLINE_HD int64_t count() const { return int64_t{batch} * heads * queries * keys; }
@@ -91,7 +91,7 @@ struct TileSteps {
     step.batch = static_cast<int>(left / extents.heads) + mask_batch;
   }
 
-  // Whether position and the mask map leave a score to see.
+  // True if position and the mask map leave a score visible.
   __device__ __forceinline__ bool is_visible(const TileStep& step) const {
     const KeyRange range = keys_of_any(problem.visible, step.query, min(step.query + kMaskTile, queries), keys);
     if (range.end <= range.begin || range.end <= step.key || range.begin >= step.key + kMaskTile) return false;
@@ -228,7 +228,7 @@ class MaskGradSm80Kernel {
     for_each(sum, [&](float& x, int, int j, int e) {
       const float grad = weights[0][j][e] * subtract_delta<Compensation>(grads[0][j][e], compensation.low[0][j][e],
                                                                          stats.delta[e / 2], stats.delta_low[e / 2]);
-      // What a row past the end holds may be NaN.
+      // A row past the end may hold NaN.
       x += row + e / 2 * 8 + quad() < queries ? grad : 0;
     });
   }
@@ -461,7 +461,7 @@ int64_t mask_tiles(const AttentionGradients& gradients) {
   return size[0] * size[1] * tiles_of(size[2]) * tiles_of(size[3]);
 }
 
-// How many CTAs share the sum over what a tile is broadcast over, so that there is work for the whole device.
+// CTAs per tile: they share the sum over the broadcast dimensions, so that there is work for the whole device.
 int64_t splits_of(const AttentionProblem& problem, const AttentionGradients& gradients) {
   const int64_t tiles = mask_tiles(gradients), wanted = 4 * int64_t{sm_count()}, items = Extents(problem, gradients).count();
   if (tiles == 0 || items == 0) return 1;

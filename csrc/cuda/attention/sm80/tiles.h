@@ -13,7 +13,7 @@ enum class Variant : signed char {
 
 inline constexpr Variant kPlain = Variant::kPlain, kAll = Variant::kAllOptions, kSmall = Variant::kSmallTile;
 
-// Bytes of a row of a SharedTile, whose elements take `bytes` each.
+// Bytes of a row of a SharedTile with elements of `bytes` bytes.
 constexpr int shared_row_bytes(int bytes, int width) { return bytes * (width + 8); }
 
 // forward.cuh: a CTA takes `warps` / `key_parts` * 16 * `row_tiles` queries and passes over the keys, `keys` at a time.

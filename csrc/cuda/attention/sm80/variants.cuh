@@ -1,4 +1,4 @@
-// Which variant of a head dim's general kernels a problem gets.
+// The choice between the variants of a head dim's general kernels.
 #pragma once
 
 #include "../../../core/problem.h"

@@ -1,9 +1,9 @@
 // The gradient of a float mask on Hopper: TMA loads, wgmma products. docs/design/backward_sm90_options.md draws it.
 //
-// The kernel is persistent. A work tile is 128 x 96 of the mask, 64 queries per math warpgroup. The scores that a tile of the
-// mask was added to are computed again, of one batch entry and head after another, and dP beside them; the sum of their dS
-// stays in registers and is written once. A producer warp loads queries, keys, grad_out and values, three others the mask,
-// ahead of the math warpgroups, also those of the next tile.
+// The kernel is persistent. A work tile is 128 x 96 of the mask, 64 queries per math warpgroup. For one batch entry and head
+// after another, the scores that the mask tile was added to are computed again, and dP. The sum of dS stays in registers and is
+// written once. A producer warp loads queries, keys, grad_out and values; three other warps load the mask. They run ahead of
+// the math warpgroups, also into the next tile.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ struct MaskGradTilesSm90 {
         count(mask_size[0] * mask_size[1] * rows * columns) {}
 };
 
-// Why mask_grad_sm90 refuses a problem that backward_sm90 takes, so that mask_gradient takes it; null: no reason.
+// The reason why mask_grad_sm90 leaves a problem that backward_sm90 takes to mask_gradient, or null.
 inline const char* mask_grad_sm90_refusal(const AttentionGradients& gradients) {
   const int64_t (&size)[4] = gradients.mask_size;
   if (size[2] == 1 || size[3] == 1) return "the mask is broadcast along queries or keys: sums across lanes";
@@ -67,10 +67,10 @@ struct MaskGradSm90Kernel {
     TmaTile<kQueries> query, grad_out;
     TmaTile<kKeys> key, value;
   };
-  // Where a tile begins in the mask, and in the scores of the first batch entry and head that it was added to.
+  // The start of a tile in the mask, and in the scores of the first batch entry and head that it was added to.
   struct WorkTile {
     int batch = 0, head = 0, query = -1, key = 0;  // query -1: no more tiles
-    bool visible = false;   // whether position and the mask map leave something visible
+    bool visible = false;  // whether position and the mask map leave something visible
     bool all_visible = false;  // by position all queries see all keys, as far as both exist
   };
   using ScoreAccumulator = Accumulator<1, kKeys / 8>;

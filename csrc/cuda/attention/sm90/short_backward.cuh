@@ -108,7 +108,7 @@ struct ShortBackwardSm90Kernel {
     cuda::clear_tail<kThreads>(tile.box, from, static_cast<int>(threadIdx.x));
   }
 
-  // What a block's queries have besides the copies: each thread below kRows reads a row's before the copies are waited for.
+  // A block's row statistics, which are not copied: each thread below kRows reads one row's before it waits for the copies.
   struct RowStats {
     float lse = -INFINITY, lse_low = 0, grad_lse = 0;
 
@@ -180,9 +180,9 @@ struct ShortBackwardSm90Kernel {
     return x;
   }
 
-  // The scores of rows whose lse is large (kLargeLse) become exponents in units of products, measured from the maximum, and
-  // their lse the logarithm of the sum of weights: with all keys at hand, the lse of the forward pass, whose rounding would be
-  // the exponent, is not needed.
+  // For rows with a large lse (kLargeLse): scores become exponents in units of products, measured from the maximum, and lse
+  // becomes the logarithm of the sum of weights. The CTA has all keys, so it does not need the lse of the forward pass: its
+  // rounding error would be as large as the exponent.
   __device__ __forceinline__ void normalize_large_rows(ScoreAccumulator& score) const {
     const float scale = a.score_mod.scale;
     // Rolled: a step works on the first eight queries and moves all others down.

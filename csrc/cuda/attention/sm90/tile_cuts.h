@@ -25,7 +25,7 @@ struct TilePart {
   FLASH_ONLINE_HD unsigned length(unsigned blocks) const { return blocks / count + (number < blocks % count ? 1 : 0); }
 };
 
-// What decides about cuts, in blocks.
+// The costs that decide about cuts, in blocks.
 struct TileCosts {
   int tile;  // what a tile or a part costs besides its blocks
   int least_part;  // the blocks of a part, at least
@@ -69,7 +69,7 @@ struct TileCuts {
     if (rest == 0) return best;
     const auto time_of = [&](int64_t parts) { return ceil_div(blocks, parts) + costs.tile; };
     int64_t least_time = time_of(1) - tiles / sms / costs.waves_per_block;
-    // Coarse parts for all of the rest; or one part more, and fine ones for those tiles whose parts then find no room.
+    // Coarse parts for all of the rest; or one part more, and fine parts for the tiles that then do not fit.
     for (int64_t parts = 2; parts <= std::min({sms / rest + 1, sms, most_of_tile}); ++parts) {
       const int64_t coarse = std::min(rest, sms / parts), fine = rest - coarse;
       const int64_t most_fine = fine == 0 ? parts : std::min((most_parts - coarse * parts) / fine, most_of_tile);

@@ -8,7 +8,7 @@
 
 namespace flash_online::cuda {
 
-// Whether TMA can address a tensor [batch, heads, rows, width] of 16-bit elements.
+// True if TMA can address a tensor [batch, heads, rows, width] of 16-bit elements.
 inline bool is_tma_compatible(const void* data, const int64_t (&stride)[4], int64_t batch, int64_t heads, int64_t rows,
                               int64_t width) {
   constexpr int64_t kMaxStride = int64_t{1} << 39;  // elements: 2^40 bytes
@@ -27,7 +27,7 @@ struct TmaTensor {
   __device__ __forceinline__ TmaCoord at(int64_t batch, int head, int row, int box) const {
     return {box * kBoxColumns, row, head / q_heads_per_head, static_cast<int>(batch) * batch_step};
   }
-  // The same without a division, where the tensor has the call's heads, or one that all share.
+  // The coordinate without a division, for a tensor with the call's heads, or with one head that all share.
   __device__ __forceinline__ TmaCoord at_own_head(int batch, int head, int row, int box) const {
     return {box * kBoxColumns, row, q_heads_per_head == 1 ? head : 0, batch * batch_step};
   }
@@ -49,7 +49,7 @@ TmaTensor make_tma_tensor(const View4<Pointer>& view, TmaElement element, int64_
           static_cast<int>(view.stride[1] == 0 ? call_heads : call_heads / heads), view.stride[0] != 0};
 }
 
-// A problem's tensor of `heads` heads, whose rows are its keys or its queries.
+// The TmaTensor of a problem's tensor with `heads` heads and a row per key or per query.
 template <class T, class Pointer>
 TmaTensor tma_tensor_of(const AttentionProblem& problem, const View4<Pointer>& view, bool over_keys, int64_t heads,
                         int64_t width, int box_rows) {
@@ -59,13 +59,13 @@ TmaTensor tma_tensor_of(const AttentionProblem& problem, const View4<Pointer>& v
   return make_tma_tensor(view, kElement, problem.batch, problem.heads, heads, rows, width, box_rows);
 }
 
-// Writes zeros into the rows from `from` on, by kThreads threads, this one being number `thread`. In packed tensors the next
-// sequence's rows follow there, which may hold infinities: 0 times one is NaN.
+// Writes zeros into the rows from `from` on. kThreads threads call it, with their index as `thread`. In packed tensors these
+// rows are the next sequence's and may hold infinities: 0 times infinity is NaN.
 template <int kThreads, class T, int kCount, int kRows>
 __device__ __forceinline__ void clear_tail(T (&box)[kCount][kRows][kBoxColumns], int from, int thread) {
   constexpr int kRowVectors = kBoxColumns / kPerVector<T>;
   static_assert(kThreads % kRowVectors == 0);
-#pragma unroll 1  // it stands in loops whose code should be short
+#pragma unroll 1  // keeps the code of the calling loops short
   for (int row = from + thread / kRowVectors; row < kRows; row += kThreads / kRowVectors)
 #pragma unroll
     for (int n = 0; n < kCount; ++n) reinterpret_cast<uint4*>(box[n][row])[thread % kRowVectors] = {0, 0, 0, 0};

@@ -1,6 +1,6 @@
-// Short contiguous rows, a block of them per CTA, whose warps' lanes share the rows. The block passes through shared memory
-// (staged_vectors.cuh): rows that lie one after another in memory are one run of bytes, a single bulk copy in and another out.
-// Rows that do not are a run each.
+// Short contiguous rows, a block of them per CTA; the lanes of a warp share rows. The block passes through shared memory
+// (staged_vectors.cuh). Rows that are adjacent in memory are one run of bytes: one bulk copy in and one out. Other rows are a
+// run each.
 #pragma once
 
 #include "../../hw/pdl.cuh"
@@ -24,7 +24,7 @@ using FewClassesGroup = BlockRowGroup<1, 1, kClasses>;
 template <int kLanes, int kVectors>
 using WholeVectorGroup = BlockRowGroup<kLanes, kVectors, 0, true>;
 
-// Where a lane's part of a row is (see StagedVectors).
+// The location of a lane's part of a row (see StagedVectors).
 template <class Group_>
 struct BlockSegments : AdjacentSegments<Group_, Group_::kLanesPerRow, Group_::kVectors> {
   static constexpr bool kStagesOtherSizes = true;
@@ -60,7 +60,7 @@ struct BlockProblem {
   unsigned shared_bytes;
   bool odd_words;  // rows may begin off a multiple of 4 bytes
   BlockTensor input[kMaxBlockTensors], result;  // the result may be in the place of input[0]
-  RowNumbers numbers;  // copied beside the rows
+  RowNumbers numbers;  // staged with the rows
   unsigned numbers_offset;  // where the block's first number is in shared memory
 
   // The numbers of rows [first, first + count).
@@ -89,7 +89,7 @@ struct BlockRows {
       f(Run<T>{row_of<T>(view, row_coord(problem, first + run)).data, shared + tensor.offset + run * tensor.pitch,
                tensor.adjacent ? count * row_bytes : row_bytes});
   }
-  // The same for the runs of one of the teams that kThreads threads form: calls f(Run, thread of the team, threads).
+  // Calls f(Run, thread of the team, threads) for the runs of one of the teams that kThreads threads form.
   template <int kThreads, class F>
   __device__ __forceinline__ void for_each_run_of_team(const F& f) const {
     constexpr int kTeam = 8;
@@ -100,7 +100,7 @@ struct BlockRows {
 
 // The copies of a block. Not inlined: they are the same for all operators and lengths, and long.
 
-// What the first warp starts of the copies to shared memory: each lane returns the bytes that it has started.
+// The copies to shared memory that the first warp starts. Returns the bytes that the lane has started.
 template <class T>
 __device__ __noinline__ unsigned load_block(const BlockRows<const T> rows, uint64_t* barrier) {
   unsigned all = 0;
@@ -108,7 +108,7 @@ __device__ __noinline__ unsigned load_block(const BlockRows<const T> rows, uint6
     rows.for_each_run(threadIdx.x, kWarpSize, [&](const Run<const T>& run) { all += run.load(barrier); });
   return all;
 }
-// What all threads copy to shared memory.
+// The copies to shared memory by all threads.
 template <class T, int kThreads>
 __device__ __noinline__ void load_block_by_threads(const BlockRows<const T> rows) {
   if (rows.tensor.shifted)
@@ -151,12 +151,12 @@ __device__ __forceinline__ void store_loss_sums(const LossSums& mine, LossAndWei
   *to = all;
 }
 
-// How many vectors of all its tensors a lane keeps in registers at most. Gradients of float32 rows sum in double, which leaves
-// fewer registers.
+// The most vectors, of all tensors, that a lane keeps in registers. Gradients of float32 rows sum in double, which leaves fewer
+// registers.
 template <class T>
 constexpr int kMaxHeldVectors = sizeof(T) == sizeof(float) ? 4 : 8;
 
-// What an operator gets its rows from (dispatch.cuh).
+// The reader that gives an operator its rows (dispatch.cuh).
 template <class Op, class Group, class T, class R, Deal kDeal>
 struct BlockRowReader {
   using Element = T;
@@ -262,9 +262,9 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm) block_kern
 
 // ---- launches
 
-// Bytes of a tensor's rows per block, and rows per thread, at most (but a warp has a row in any case). Small blocks are better,
-// since the last ones run beside few others; large ones where a block costs more beside its bytes: targets, rows that take a
-// warp each, and, in between, those shorter than a vector. Large ones also leave more choice of rows that meet in no banks.
+// Bytes of a tensor's rows per block, and rows per thread, at most (but a warp has at least one row). Small blocks are better,
+// since few CTAs run with the last ones. Large blocks are better where a block has costs in addition to its bytes: targets,
+// rows that take a warp each, and (medium blocks) rows shorter than a vector. They also allow more orders without conflicts.
 constexpr int64_t kBlockBytes = 12 << 10, kMediumBlockBytes = 16 << 10, kLargeBlockBytes = 20 << 10, kMostRowsPerThread = 16;
 
 template <class Op, class Group>
@@ -322,7 +322,7 @@ void visit_block_group(int64_t classes, const F& f) {
   visit_usual_block_group<false>(vectors, f);
 }
 
-// Where a tensor's rows are in a block, beginning at `end`; adds the bytes that they take to `end`.
+// The layout of a tensor's rows in a block, from `end` on; adds their bytes to `end`.
 template <class T, class Pointer>
 BlockTensor block_tensor(BlockProblem& block, const View3<Pointer>& view, bool by_vectors, unsigned& end) {
   const RowProblem& problem = block.problem;
@@ -364,8 +364,8 @@ BlockProblem block_problem(const RowProblem& problem, int64_t rows) {
   return block;
 }
 
-// Gives the numbers that are copied beside the rows their place, behind all else. It lies past a multiple of 16 bytes as in
-// global memory.
+// Allocates shared memory for the numbers that are staged with the rows, after all else. Their misalignment to 16 bytes is the
+// same as in global memory.
 inline void place_numbers(BlockProblem& block, const RowNumbers& numbers) {
   constexpr unsigned kSpareBytes = 2 * kVectorBytes;
   block.numbers = numbers;
@@ -381,7 +381,7 @@ inline int64_t rows_per_block(int64_t rows, int64_t row_bytes, int64_t step, int
   return std::max(wanted / step * step, step);
 }
 
-// How many lanes of a warp have words in one bank, at most, if `lanes` lanes share a row and rows begin `bytes` apart.
+// The most lanes of a warp with words in one bank, if `lanes` lanes share a row and rows begin `bytes` apart.
 inline int bank_conflicts(int64_t bytes, int lanes) {
   int in_bank[kWarpSize] = {}, most = 0;
   for (int lane = 0; lane < kWarpSize; ++lane)
@@ -408,8 +408,8 @@ BlockOrder block_order(int64_t row_bytes, int64_t& rows) {
   return order;
 }
 
-// Rows of whole vectors that are faster in registers than in blocks have so many at least: a warp then waits for its own rows
-// only. With targets a lane does more beside its vectors, and blocks serve longer rows.
+// Rows of at least this many whole vectors are faster in registers than in blocks, since a warp waits only for its own rows.
+// With targets a lane has more work in addition to its vectors, and blocks are faster up to longer rows.
 constexpr int64_t kMostShortVectors = 16;
 template <class Op>
 constexpr int64_t kLeastRegisterVectors = Op::kTargets || Op::kRare ? kMostShortVectors + 1 : 3;

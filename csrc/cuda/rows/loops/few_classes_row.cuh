@@ -8,7 +8,7 @@ namespace flash_online::cuda {
 
 constexpr int kMostFewClasses = 4;
 
-// Where a row is, and where results go that are written to the view `of_result`: in shared memory, as part of a block of rows
+// The location of a row, and of results that are written to the view `of_result`: in shared memory, as part of a block of rows
 // (block_row.cuh). kInWords: both lie at multiples of 4 bytes, if the results have the elements' size.
 template <class T, int kClasses, bool kInWords>
 struct PlaceInBlock {
@@ -45,7 +45,7 @@ struct PlaceInBlock {
   }
 };
 
-// The same for a row that is part of a thread's vector (vector_rows.cuh).
+// The location of a row that is part of a thread's vector (vector_rows.cuh).
 template <int kClasses>
 struct PlaceInVector {
   const float* row;

@@ -17,8 +17,7 @@ namespace flash_online::cuda {
 
 // ---- pieces
 
-// A problem whose rows are cut into pieces. All pieces of a row but the last have one size, which follows from the row's length
-// alone.
+// A problem with rows cut into pieces. All pieces of a row but the last have one size, which depends only on the row's length.
 struct PiecedProblem {
   RowProblem problem;
   int64_t classes_per_piece;

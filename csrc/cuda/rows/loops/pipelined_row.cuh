@@ -13,7 +13,7 @@ constexpr int kPipelinedWarps = 4, kPipelinedCtasPerSm = 4;
 template <class T>
 using WarpPipelineShape = PipelineShape<T, kWarpSize, 8, 3>;
 
-// Whether the current device has bulk copies, which a pipeline needs; kHasBulkCopy says so in device code.
+// True if the current device has bulk copies, which a pipeline needs; kHasBulkCopy is the same in device code.
 inline bool has_bulk_copy() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 
 template <class T>
@@ -21,7 +21,7 @@ PiecedProblem pipelined_row_pieces(const RowProblem& problem, Type<T>) {
   return cut_into_pieces(problem, WarpPipelineShape<T>::kClasses, 1, 4, 256);
 }
 
-// The pipeline of one warp, whose lane 0 is the producer and whose lanes are all consumers.
+// The pipeline of one warp: lane 0 is the producer, and all lanes are consumers.
 template <class Shape>
 class WarpPipeline {
   using T = typename Shape::T;
@@ -36,7 +36,7 @@ class WarpPipeline {
     }
     __syncwarp();
   }
-  // Reads the next chunk, whose first element is *data, `classes` before the end of its piece; and starts the copy of another.
+  // Reads the next chunk and starts the copy of another. *data: its first element, `classes` before the end of its piece.
   __device__ __forceinline__ void read(uint4 (&v)[Shape::kVectors], const T* data, int classes) {
     const PipelineChunk<Shape> chunk{stages_ + state_.stage * Shape::kStageVectors, data, classes};
     wait(&full_[state_.stage], state_.parity);

@@ -45,12 +45,12 @@ __device__ __forceinline__ RowCoord register_row_coord(const RowProblem& problem
   return row_coord(problem, int64_t{blockIdx.x} * Group::kRows + Group::row_in_cta());
 }
 
-// The classes of a vector whose elements are neighbours in the row: (*this)(e) is element e's.
+// The classes of a vector of neighbouring elements of the row: (*this)(e) is the class of element e.
 template <int kElements>
 struct NeighborClasses {
   int first;
   __device__ __forceinline__ int operator()(int e) const { return first + e; }
-  // Whether element e is one of the row's `classes` elements, if element 0 is.
+  // True if element e is one of the row's `classes` elements, if element 0 is.
   __device__ __forceinline__ bool within(int e, int classes) const { return first + e < classes; }
   __device__ __forceinline__ bool contain(int c) const { return first <= c && c < first + kElements; }
 };
@@ -95,7 +95,7 @@ class RegisterVectors {
   }
   __device__ __forceinline__ void wait() const {}  // until the vectors have arrived
   __device__ __forceinline__ static constexpr int count() { return kVectors_; }
-  // Whether any thread of the row has a vector i; the same for all threads of the warp.
+  // True if any thread of the row has a vector i; uniform in a warp.
   __device__ __forceinline__ static constexpr bool has(int) { return true; }
   __device__ __forceinline__ uint4 operator[](int i) const { return v_[i]; }
   __device__ __forceinline__ NeighborClasses<kElements> classes_of(int i) const {
@@ -125,7 +125,7 @@ class RegisterVectors {
   uint4 v_[kVectors_];
 };
 
-// Whether an element of a row of results can be replaced, as in shared memory. A concept, since in a member function nvcc 13.0
+// True if an element of a row of results can be replaced, as in shared memory. A concept, since in a member function nvcc 13.0
 // takes a requires-expression that names members for false.
 template <class Vectors, class Result>
 concept ReplacesElements = requires(const Vectors& vectors, const MutableView3& view, const RowCoord& coord) {

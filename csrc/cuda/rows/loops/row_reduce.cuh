@@ -1,13 +1,13 @@
-// What all row kernels share: the state of a softmax, the coordinates of a row, and how threads merge what they computed.
+// Shared by all row kernels: the state of a softmax, the coordinates of a row, and the merge of threads' results.
 //
 // An operator (dispatch.cuh) needs a row twice: to find its maximum and sum, then to compute results from its elements. The
 // kinds of row differ in where the row stays between these two passes. All have the same members, so that an operator is
 // written once. A vector is 16 bytes; lengths count the vectors of all tensors that the operator reads.
 //
 //   kind           file               where the row stays              chosen for
-//   StridedRow     strided_row.cuh    global memory, read twice        rows whose classes are not contiguous
-//   (in vectors)   vector_rows.cuh    registers, beside others         2 classes, side by side
-//   block row      block_row.cuh      shared memory, beside others     up to 16 vectors (256 bytes), and some of up to 256
+//   StridedRow     strided_row.cuh    global memory, read twice        rows of classes that are not contiguous
+//   (in vectors)   vector_rows.cuh    registers, with other rows       2 classes, side by side
+//   block row      block_row.cuh      shared memory, with other rows   up to 16 vectors (256 bytes), and some of up to 256
 //   RegisterRow    register_row.cuh   registers                        up to 512 vectors; up to 2048 for operators that only
 //                                                                      reduce and for 4-byte elements dealt by words
 //   SharedRow      shared_row.cuh     shared memory of a CTA, or of    longer, as far as the largest cluster's shared memory
@@ -18,7 +18,7 @@
 //                                     reduces pieces, one uses them
 //
 // The order in which results are merged is fixed, and all threads of a row get the same bits. A row's result is therefore the
-// same in every run and beside any other rows.
+// same in every run and does not depend on the other rows.
 #pragma once
 
 #include "../../../core/integer.h"
@@ -55,12 +55,12 @@ using RowState = OnlineSoftmax<float, FastNatural>;
 // again, and an ascending row would have hundreds of them.
 constexpr float kRescaleThreshold = 4;
 
-// Whether rows of T take FusedWeights. Rows of floats have half as many elements per byte, so that one instruction more per
+// True if rows of T take FusedWeights. Rows of floats have half as many elements per byte, so that one instruction more per
 // weight is free, and the largest weight is 1 without a correction: equal scores get equal probabilities to the last bit.
 template <class T>
 constexpr bool kFusesWeights = sizeof(T) < sizeof(float);
 
-// The same for a kind of row: what fused weights cost once per row is more than they save in rows of a few classes.
+// True if a kind of row takes FusedWeights. In rows of a few classes, their cost per row is more than they save.
 template <class Row, class T>
 constexpr bool kFusesRowWeights = kFusesWeights<T> && !requires { Row::kIsFewClasses; };
 
@@ -71,7 +71,7 @@ constexpr bool kFusesRowWeights = kFusesWeights<T> && !requires { Row::kIsFewCla
 // probability 1.
 class FusedWeights {
  public:
-  // Whether the factor is so close to 1, within 2^-13.5, that this holds.
+  // True if the factor is so close to 1, within 2^-13.5, that this holds.
   __device__ __forceinline__ static bool is_accurate_for(float max) { return fabsf(pivot(max)) <= 2048; }
   __device__ __forceinline__ explicit FusedWeights(float max) : pivot_(pivot(max)), c_(pivot_ * kLog2E) {}
   __device__ __forceinline__ float operator()(float x) const { return exp2_flushed(fmaf(x, kLog2E, -c_)); }
@@ -129,7 +129,7 @@ struct Row {
   __device__ __forceinline__ void set(int64_t c, float x) const { data[c * stride] = narrow<T>(x); }
 };
 
-// Which row of [outer, classes, inner] a thread works on. `index` is the row's position in tensors of one number per row.
+// A thread's row of [outer, classes, inner]. `index` is the row's position in tensors of one number per row.
 // A thread beyond the last row has exists == false and must not read or write.
 struct RowCoord {
   int64_t outer, inner, index;
@@ -167,7 +167,7 @@ __device__ __forceinline__ V row_number(const Reader& reader, const void* array)
     return static_cast<const V*>(array)[reader.coord.index];
 }
 
-// What an operator computes once of the problem, for all rows (dispatch.cuh); else 0.
+// The operator's value that depends on the problem alone (`once` in dispatch.cuh); 0 if it has none.
 template <class Op>
 __device__ __forceinline__ float value_of_once(const RowProblem& problem) {
   if constexpr (requires { Op::once(problem); })
@@ -313,7 +313,7 @@ __device__ __forceinline__ float sum_of(const uint4 (&v)[kVectors], const F& f) 
   return sum;
 }
 
-// Adds the weights of a thread's vectors to a state whose maximum already covers them, up to kRescaleThreshold.
+// Adds the weights of a thread's vectors to a state; its maximum must already cover them, up to kRescaleThreshold.
 template <class T, int kVectors>
 __device__ __forceinline__ void add_weights(RowState& state, const uint4 (&v)[kVectors]) {
   if constexpr (kFusesWeights<T>) {

@@ -96,9 +96,9 @@ __device__ __forceinline__ void store_vector(Result* row, int c, int classes, co
   }
 }
 
-// The vector v, through an operation that the compiler cannot see through. It therefore unpacks the vector a second time,
-// instead of keeping the elements of the first time in registers: unpacked 16-bit elements need twice as many. `sum` must be a
-// sum of exponentials, whose sign bit is 0. (A NaN may have its sign bit set, but then the row's results are NaN anyway.)
+// Returns v through an operation that is opaque to the compiler. The compiler then unpacks the vector a second time instead of
+// keeping the unpacked elements in registers: unpacked 16-bit elements need twice as many. `sum` must be a sum of exponentials,
+// so that its sign bit is 0. (A NaN may have its sign bit set, but then the row's results are NaN anyway.)
 template <class T>
 __device__ __forceinline__ uint4 make_opaque(const uint4& v, float sum) {
   if constexpr (sizeof(T) == sizeof(float)) return v;

@@ -1,4 +1,4 @@
-// Contiguous rows in shared memory, for operators whose results are as long as the row: 513 vectors and more, until the shared
+// Contiguous rows in shared memory, for operators with results as long as the row: 513 vectors and more, until the shared
 // memory of the largest cluster is full (3 MiB per row on an H100). cp.async copies a row there without passing through
 // registers. A row has one CTA, or a cluster of CTAs that exchange their maxima and sums.
 //
@@ -71,7 +71,7 @@ struct SharedRowGroup {
   }
 };
 
-// A problem whose rows are in shared memory, and how many vectors of one tensor a thread has.
+// A problem with rows in shared memory; vectors of one tensor per thread.
 struct SharedRowProblem {
   RowProblem problem;
   int vectors;
@@ -146,7 +146,7 @@ class SharedVectors {
 template <class Group, int kTensors, class T>
 using SharedRow = OnChipRow<SharedVectors<Group, kTensors, T>, T>;
 
-// What an operator gets its rows from (dispatch.cuh). It must read its tensors in the order of their numbers.
+// The reader that gives an operator its rows (dispatch.cuh). It must read its tensors in the order of their numbers.
 template <class Op, class Group, class T>
 struct SharedRowReader {
   using Element = T;
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
 
 // ---- rows that are not a whole number of vectors
 
-// Where a thread's part of such a row is (see StagedVectors): segment i of a CTA has kThreads vectors, and the CTAs of a
+// The location of a thread's part of such a row (see StagedVectors): segment i of a CTA has kThreads vectors, and the CTAs of a
 // cluster take segments in turn.
 template <class Group_, int kTensors>
 struct SharedSegments {
@@ -232,7 +232,7 @@ struct StagedRowReader {
   __device__ __forceinline__ const T* row() const {
     return row_of<const T>(Op::tensor(problem, kTensor), coord).data;
   }
-  // Where tensor kTensor's row begins in shared memory.
+  // The start of tensor kTensor's row in shared memory.
   template <int kTensor = 0>
   __device__ __forceinline__ char* staged() const {
     return shared + kTensor * vectors * Segments::kPitch + misalignment(row<kTensor>());
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
   }
 }
 
-// Whether words of a tensor's rows may lie off a multiple of 4 bytes.
+// True if words of a tensor's rows may lie off a multiple of 4 bytes.
 template <class T>
 bool has_odd_words(const RowProblem& problem, const ConstView3& view) {
   return (reinterpret_cast<uintptr_t>(view.data) |
@@ -318,7 +318,7 @@ bool has_odd_words(const RowProblem& problem, const ConstView3& view) {
          0;
 }
 
-// Queues one CTA, or one cluster of `cluster` CTAs, per row, whose threads have `vectors` vectors of each tensor.
+// Launches one CTA, or one cluster of `cluster` CTAs, per row. A thread has `vectors` vectors of each tensor.
 template <class Op, class Group, class T, class R>
 void launch_shared_rows(const RowProblem& problem, int cluster, int vectors, cudaStream_t stream) {
   const SharedRowProblem shared{problem, vectors};
@@ -350,10 +350,10 @@ using MediumCluster = SharedRowGroup<256, 16, 5, true>;
 using LargeCluster = SharedRowGroup<512, 12, 2, true>;
 using LargestCluster = SharedRowGroup<1024, 12, 1, true>;
 
-// Whether the largest CTAs of a group have room on the device.
+// True if the shared memory of the largest CTA of a group fits on the device.
 template <class Group>
 bool shared_group_fits() {
-  constexpr int kStatic = 20 << 10;  // bytes of shared memory beside the row, at most
+  constexpr int kStatic = 20 << 10;  // bytes of shared memory in addition to the row, at most
   return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= Group::kVectorsPerCta * kVectorBytes + kStatic;
 }
 

@@ -9,7 +9,7 @@
 
 namespace flash_online::cuda {
 
-// What a CTA leaves for its piece of a row.
+// A CTA's result for its piece of a row.
 struct alignas(16) Partial {
   float max, sum;  // of a RowState
   float extra;  // a second sum, which the operator defines

@@ -82,9 +82,9 @@ struct Run {
 
 // ---- what a thread has of a row
 
-// How a row is dealt to its threads. Rows of a whole number of vectors are dealt by vectors of 16 bytes, which are aligned in
-// shared memory. All others are dealt by words of 4 bytes, so that neighbouring threads have neighbouring words: no length has
-// bank conflicts. kOddWords is for words that may be off a multiple of 4 bytes: rows of 16-bit elements.
+// The distribution of a row over its threads. Rows of a whole number of vectors are dealt by vectors of 16 bytes, which are
+// aligned in shared memory. All other rows are dealt by words of 4 bytes, so that neighbouring threads have neighbouring words:
+// no length has bank conflicts. kOddWords is for words that may be off a multiple of 4 bytes: rows of 16-bit elements.
 enum class Deal { kVectors, kWords, kOddWords };
 
 template <class T>
@@ -191,7 +191,7 @@ class StagedVectors {
   }
 
  private:
-  // Whether results take the elements' places.
+  // True if results take the elements' places.
   template <class Result>
   __device__ __forceinline__ bool is_here(const MutableView3& view) const {
     return sizeof(Result) == sizeof(T) && &view == of_result_;
@@ -237,7 +237,7 @@ class StagedVectors {
           const int left_here = left - j * kThreads * 4;
           w[j] = lowest_vector<T>().x;
           if (left_here >= 4) w[j] = word(j);
-          // What lies behind the row's last element may be another warp's, which is writing it.
+          // Another warp may be writing the element after the row's last one.
           if (sizeof(T) == 2 && left_here == 2) w[j] = __byte_perm(*elements(j), lowest_vector<T>().x, 0x7610);
         }
       }

@@ -171,16 +171,16 @@ class StridedRow {
     write<Result>(view, [&](int64_t c, float x) { return f(c, x, other.row_[c]); });
   }
 
-  // Whether this thread reads and writes class c. Only then may it ask for the element, and only before it is overwritten.
+  // True if this thread reads and writes class c. Only then may it ask for the element, and only before it is overwritten.
   __device__ __forceinline__ bool owns(int64_t c) const { return coord_.exists && c % Group::kStep == Group::first(); }
   __device__ __forceinline__ float operator[](int64_t c) const { return row_[c]; }
   __device__ __forceinline__ const RowCoord& coord() const { return coord_; }
-  // Whether this thread writes what there is one of per row.
+  // True if this thread writes the row's scalars.
   __device__ __forceinline__ bool is_leader() const { return coord_.exists && Group::first() == 0; }
   __device__ __forceinline__ float count_nan() const {
     return sum([](int64_t, float x) { return x != x ? 1.0f : 0.0f; });
   }
-  // Whether any row that shares barriers with this one has a reason to call sum(): then all of them must.
+  // True if any row that shares barriers with this one has a reason to call sum(): then all of them must.
   __device__ __forceinline__ bool any_sharing_barrier(bool reason) const {
     return std::is_same_v<Group, LanePerRow> ? __syncthreads_or(reason) : reason;
   }

@@ -1,4 +1,4 @@
-// csrc/cuda/hw/cp_async.cuh on the host: nothing arrives before the thread waits, and until then the place holds NaN.
+// csrc/cuda/hw/cp_async.cuh on the host: nothing arrives before the thread waits; until then the destination holds NaN.
 #pragma once
 
 #include <cstring>

@@ -7,7 +7,7 @@
 
 namespace flash_online::cuda {
 
-// Lane l gives the address of row l % 8 of matrix l / 8, and gets of each matrix two elements: 2 * (l % 4) and the next of row
+// Lane l gives the address of row l % 8 of matrix l / 8, and gets two elements of each matrix: 2 * (l % 4) and the next of row
 // l / 4, or, transposed, of column l / 4.
 inline void load_matrices(unsigned (&words)[4], unsigned shared_address, bool transposed) {
   if (shared_address % 16 != 0) throw std::runtime_error("ldmatrix: a misaligned address");

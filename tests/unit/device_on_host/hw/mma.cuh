@@ -8,8 +8,8 @@
 
 namespace flash_online::cuda {
 
-// d += a b, where a is 16 x 16 and b is 16 x 8. Of a, a lane has the elements 2 * (l % 4) and the next of row l / 4 (+ 8 in
-// words 1 and 3), columns from 8 on in words 2 and 3; of b, the same elements of column l / 4, rows from 8 on in b1.
+// d += a b, where a is 16 x 16 and b is 16 x 8. A lane has the elements 2 * (l % 4) and the next of row l / 4 of a (+ 8 in
+// words 1 and 3; columns from 8 on in words 2 and 3), and the same elements of column l / 4 of b (rows from 8 on in b1).
 template <class T>
 void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   static_assert(std::is_same_v<T, __nv_bfloat16>);

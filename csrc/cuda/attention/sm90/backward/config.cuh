@@ -1,5 +1,5 @@
-// What the warps of the Hopper backward kernel (kernel.cuh) share: the kernel's arguments, the constants that follow from its
-// row of the tile table, the plan of shared memory, and the barriers.
+// Definitions that the warps of the Hopper backward kernel (kernel.cuh) share: the kernel's arguments, the constants that
+// follow from its row of the tile table, the layout of shared memory, and the barriers.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +25,7 @@ namespace flash_online::cuda {
 
 constexpr int kDqPieceColumnsSm90 = 64;  // columns of dQ that a warpgroup computes at a time
 
-// How a mask reaches the scores where it does not come by MaskTile: not at all, as TransposedMaskBits, or in TMA boxes as it
-// lies in memory.
+// The source of a mask that does not use MaskTile: none, TransposedMaskBits, or TMA boxes of the mask as it is in memory.
 enum class TransposedMask { kNone, kBits, kTma };
 
 struct BackwardSm90Arguments {
@@ -192,8 +191,8 @@ struct BackwardSm90Kernel {
     // which would be longer, and would end outside of shared memory.
     alignas(16) RowStats row_stats[kStages][kQueries / kStatsRows];
     WorkTile tile[kPersistent ? 2 : 1];
-    // The block at hand, the next one, and the two before, whose dQ is still on its way; and the one after the next, which the
-    // producer announces before its stage is free. With one buffer of dS, only the last dQ is on its way then.
+    // The current block, the next one, the two before (their dQ is still being added), and the one after the next, which the
+    // producer announces before its stage is free. With one buffer of dS, only the last dQ is still being added then.
     QueryBlock query_block[kQueryBlocks];
     int producer_blocks, producer_tiles;  // persistent kernels: how many the producer has sent
 
@@ -231,7 +230,7 @@ struct BackwardSm90Kernel {
     const int rows = !kAllOptions || !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
     return kMaskOffset + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
   }
-  // What a row of the tile table may take at most.
+  // The most shared memory of a row of the tile table.
   static constexpr int kMaxSharedBytes =
       kAllOptions                  ? kMaskOffset + kQueries * mask_pitch(kKeys, sizeof(float))
       : !kTransposed               ? kMaskOffset
@@ -297,10 +296,10 @@ struct BackwardSm90Kernel {
 
   // This CTA's number in its cluster.
   __device__ __forceinline__ static int rank() { return kPipelined ? cluster_rank() : 0; }
-  // Of the boxes of the other CTA's keys, the first that this CTA has.
+  // The first box of the other CTA's keys that this CTA has.
   __device__ __forceinline__ static int first_peer_box() { return rank() * (kBoxes - kPeerBoxes); }
 
-  // Which keys a CTA owns, and the role of each of its warps (kernel.cuh).
+  // The keys that a CTA owns, and the role of each of its warps (kernel.cuh).
   __device__ static void clear_padding(const BackwardSm90Arguments& a);
   __device__ static bool use_narrow_tile(const BackwardSm90Arguments& a, int64_t batch, int first_head,
                                          int q_heads_per_kv_grad_head, int key);

@@ -74,7 +74,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::st
 
 // ---- on the way to global memory
 
-// Where in the dQ accumulator this lane's part of a block's dQ begins; null: the warpgroup's piece is padding.
+// The address in the dQ accumulator of this lane's part of a block's dQ; null: the warpgroup's piece is padding.
 template <class T, class Config>
 __device__ __forceinline__ float* BackwardSm90Kernel<T, Config>::MathWarpgroup::dq_accum_of(const QueryBlock& block) const {
   const int width = dq_accum_width(a.space);
@@ -86,7 +86,7 @@ __device__ __forceinline__ float* BackwardSm90Kernel<T, Config>::MathWarpgroup::
   return exists ? a.space.dq_accum + block.dq_offset + first + dq_accum_offset(lane(), 0) : nullptr;
 }
 
-// How many tiles of 16 x 8 from there on are not padding.
+// The number of 16 x 8 tiles from there on that are not padding.
 template <class T, class Config>
 __device__ __forceinline__ int BackwardSm90Kernel<T, Config>::MathWarpgroup::dq_tiles() const {
   constexpr int kTiles = kDqPieceColumns / 8;
@@ -96,7 +96,7 @@ __device__ __forceinline__ int BackwardSm90Kernel<T, Config>::MathWarpgroup::dq_
              : kHeadDim % kDqPieceColumns / 8;
 }
 
-// Which of these tiles a piece's n-th is.
+// The index among these tiles of a piece's n-th tile.
 template <class T, class Config>
 __device__ __forceinline__ int BackwardSm90Kernel<T, Config>::MathWarpgroup::dq_tile(int piece, int n) const {
   constexpr int kBoxTiles = kBoxColumns / 8, kNarrowTiles = kDqNarrowColumns / 8;

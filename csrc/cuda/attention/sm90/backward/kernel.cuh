@@ -44,12 +44,12 @@ __device__ void BackwardSm90Kernel<T, Config>::clear_padding(const BackwardSm90A
   }
 }
 
-// Whether CTAs of 64 keys work on these keys, and not one of 128 (kMayUseNarrowTile). A whole warp calls it.
+// True if CTAs of 64 keys work on these keys, and not one of 128 (kMayUseNarrowTile). A whole warp calls it.
 template <class T, class Config>
 __device__ bool BackwardSm90Kernel<T, Config>::use_narrow_tile(const BackwardSm90Arguments& a, int64_t batch, int first_head,
                                                                int q_heads_per_kv_grad_head, int key) {
-  // What CTAs of 64 keys gain on a block with one visible half of the keys, in units of what they lose on a block with both,
-  // roughly.
+  // The gain of CTAs of 64 keys on a block with one visible half of the keys, roughly, in units of their loss on a block with
+  // both halves visible.
   constexpr int kGain = 4;
   constexpr int kLoadsAtOnce = 4;  // the latency of a load is most of what it takes to return
   const MaskMap& map = a.space.map;
@@ -86,7 +86,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90
   if constexpr (kCutsTiles) {
     const TilePart part = a.kv_grad_parts.cuts.part_of(index);
     index = part.tile;
-    // Which part it is stays in shared memory until the tile's blocks are known: the producer warp has few registers.
+    // The part stays in shared memory until the tile's blocks are known: the producer warp has few registers.
     if (threadIdx.x == 0) tile.first_block = part.number, tile.blocks = part.count, tile.slot = part.slot;
   }
   const TileCoord at = tile_coord(problem, a.tile_list, index, true, kClusterKeys, a.kv_grad_parts.reversed);
@@ -99,7 +99,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90
     kv_grad_head = n / sequences;
   }
   const Sequence sequence = sequence_of(problem, batch);
-  // Of a cluster's keys the second CTA may have none: it works all the same, for its columns of dQ.
+  // The second CTA of a cluster may have no keys: it still runs, for its columns of dQ.
   const int cluster_key = static_cast<int>(at.block) * kClusterKeys, key = cluster_key + rank() * kKeys,
             keys = static_cast<int>(sequence.keys.count), queries = static_cast<int>(sequence.queries.count);
   if (at.block < 0 || cluster_key >= keys) return false;
@@ -204,7 +204,7 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& a, Shared& shared) {
   launch_dependents();
-  // Beside the search for a work tile, by warps that would only search as well.
+  // In parallel with the search for a work tile: these warps would only repeat the search.
   if (threadIdx.x == kWarpgroupThreads) init_barriers(a, shared);
   if (threadIdx.x == kWarpgroupThreads + kWarpSize)
     for (const TmaTensor* tensor : {&a.query, &a.key, &a.value, &a.grad_out}) tma_prefetch(tensor->map);

@@ -20,7 +20,7 @@ namespace flash_online::cuda {
 
 // ---- which kernel
 
-// How a problem's mask reaches the scores where it needs no MaskTile; kNone too for one that needs it.
+// The source of a problem's mask if it needs no MaskTile, else kNone.
 inline TransposedMask transposed_mask_of(const AttentionProblem& p) {
   if (!p.mask.data) return TransposedMask::kNone;
   if (p.mask_dtype == DType::kBool) return TransposedMask::kBits;
@@ -30,7 +30,7 @@ inline TransposedMask transposed_mask_of(const AttentionProblem& p) {
              : TransposedMask::kNone;
 }
 
-// What a problem needs besides plain attention.
+// The features that a problem needs besides plain attention.
 inline BackwardSm90Features backward_sm90_features(const AttentionProblem& p) {
   constexpr double kMinScale = 1e-6, kMaxScale = 1e29, kMaxDropout = 0.99;  // 16-bit weights are scaled up by 1 / (1 - dropout)
   const bool scaled = static_cast<float>(p.scale) > 0 && p.scale < kMaxScale;
@@ -82,7 +82,7 @@ void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
   problem.dtype == DType::kFloat16 ? visit(Type<__half>{}) : visit(Type<__nv_bfloat16>{});
 }
 
-// Whether one launch without a workspace does it all (short_backward.cuh).
+// True if one launch without a workspace is enough (short_backward.cuh).
 inline bool is_short_backward_sm90(const AttentionProblem& problem, const AttentionGradients& gradients) {
   return is_short_backward_sm90(problem, gradients, backward_sm90_features(problem) == BackwardSm90Features::kPlain);
 }
@@ -186,8 +186,8 @@ inline TransposedMaskBits backward_sm90_mask_bits(const AttentionProblem& proble
   return transposed_mask_bits_of(problem, workspace);
 }
 
-// Which work tiles are cut: those of plain dense attention in which all queries see all keys, since such tiles are equally
-// long. With `deterministic` none, since the cuts depend on how many tiles there are.
+// The parts of cut work tiles. Only tiles of plain dense attention in which all queries see all keys are cut, since such tiles
+// are equally long. With `deterministic` no tile is cut, since the cuts depend on the number of tiles.
 template <int kHeadDim>
 KvGradParts backward_sm90_kv_grad_parts(const BackwardPass& pass, void* workspace) {
   const AttentionProblem& problem = pass.problem;

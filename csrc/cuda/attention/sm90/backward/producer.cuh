@@ -96,14 +96,14 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     return count;
   }
 
-  // Whether by position alone the queries [query, query + kQueries) see all of the tile's keys, and all of both exist.
+  // True if by position alone the queries [query, query + kQueries) see all keys of the tile, and all of these exist.
   __device__ static bool all_visible(const WorkTile& tile, int query) {
     const int position = query + tile.offset;
     return query + kQueries <= tile.queries && tile.key + kKeys <= tile.keys &&
            position + kQueries - 1 - tile.left <= tile.key && tile.key + kKeys - 1 <= position + tile.right;
   }
 
-  // What follows is called by one thread, unless it says otherwise.
+  // One thread calls the following functions, unless noted otherwise.
   template <int kCount>
   __device__ static void load_keys(TmaTile<kCount, kKeys>& to, const TmaTensor& from, const WorkTile& tile, uint64_t* full) {
     arrive_expect_tx(full, sizeof(to));
@@ -162,8 +162,8 @@ struct BackwardSm90Kernel<T, Config>::Producer {
                                     int number, int mask_flags, bool last = false, bool third = false) {
     const int stage = count % 2, query = number * kQueries, row = tile.first_query + query, batch = tile.batch,
               first_row_block = static_cast<int>(cuda::first_row_block(a.problem, a.space.list, tile.batch, head));
-    // Once the stage is free, the math warpgroups wait for the loads: what takes divisions and reads of shared memory, which
-    // are slow beside the products, comes before.
+    // Once the stage is free, the math warpgroups wait for the loads. Divisions and reads of shared memory, slow while products
+    // run, therefore come before.
     const TmaCoord query_at = a.query.at_own_head(batch, head, row, 0),
                    grad_out_at = a.grad_out.at_own_head(batch, head, row, 0);
     // For rows past the sequence's last block, the row statistics of the last block will do: their queries are hidden.

@@ -15,7 +15,7 @@
 
 namespace flash_online::cuda {
 
-// Where this lane's weights of a block lie, kWarpSize vectors from one to the next: in the rows that its warp's dS is going to.
+// This lane's weights of a block, kWarpSize vectors apart, in the rows that its warp later writes dS to.
 template <class T, class Config>
 __device__ __forceinline__ uint4* BackwardSm90Kernel<T, Config>::MathWarpgroup::weights_in(int buffer) const {
   return reinterpret_cast<uint4*>(shared.ds[buffer].box[0][score_row()]) + lane();
@@ -246,7 +246,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
         stage_dq(dq, piece);
         DqAccumulator last;
         keep_last_dq(last, dq);
-        // The registers are free: the next product runs beside the fence.
+        // The registers are free: the next product overlaps the fence.
         if (piece < kDqPieces - 1) start_shared_dq_piece(dq, buffer, piece + 1);
         publish();
         send_dq(to, piece);

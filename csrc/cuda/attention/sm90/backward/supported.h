@@ -1,4 +1,4 @@
-// Which problems the Hopper backward kernels take, and the reason why they refuse another.
+// The problems that the Hopper backward kernels take, and the reason why they refuse another.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,9 @@ namespace flash_online::cuda {
 
 constexpr int kShortBackwardRowsSm90 = 64;  // short_backward.cuh: keys per sequence at most, and queries per block
 
-// Whether short_backward.cuh takes a problem that backward_sm90 takes. `plain`: no mask, no dropout, no score modification. It
-// sums delta over the keys that it has, which must be all that a query sees: an lse without lse_low may be of more keys (a
-// ring's).
+// True if short_backward.cuh takes a problem that backward_sm90 takes. `plain`: no mask, no dropout, no score modification. The
+// kernel sums delta over its keys, which must be all keys that a query sees: an lse without lse_low may be of more keys (ring
+// attention).
 inline bool is_short_backward_sm90(const AttentionProblem& p, const AttentionGradients& g, bool plain) {
   constexpr int64_t kMaxQueries = 128;  // per sequence: one CTA takes all of them, block after block
   const bool has_all_keys = !p.lse || p.lse_low;
@@ -22,7 +22,7 @@ inline bool is_short_backward_sm90(const AttentionProblem& p, const AttentionGra
          p.queries <= kMaxQueries && !g.grad_sinks;
 }
 
-// Why backward_sm90 refuses a problem; null: it takes it. Gradients that are not allocated yet are no reason to refuse.
+// The reason why backward_sm90 refuses a problem; null: it takes it. Gradients need not be allocated yet.
 inline const char* backward_sm90_refusal(const AttentionProblem& p, const Gpu& gpu, const AttentionGradients& g,
                                          bool deterministic) {
   const int64_t queries = p.query_starts ? p.total_queries : p.queries, keys = p.query_starts ? p.total_keys : p.keys;

@@ -6,7 +6,7 @@ namespace flash_online::cuda {
 
 inline constexpr int kMaxLengthBackwardSm90 = 1 << 28;  // of the queries and of the keys, that the kernels take
 
-// What a kernel has besides plain attention.
+// Features besides plain attention.
 enum class BackwardSm90Features {
   kPlain,
   // A bool mask, a 16-bit mask of the queries' dtype, ALiBi. In the pipeline: a bool mask, with ALiBi or a softcap.
@@ -23,15 +23,15 @@ struct BackwardSm90Tile {
   BackwardSm90Features features;
   int keys, queries;
 
-  // These five are for the schedule of warpgroups with keys of their own (schedule_own_keys.cuh).
-  bool prefetch_lse = false;  // a block's lse is read into registers before its scores are there
+  // These five are for the schedule of schedule_own_keys.cuh, in which each warpgroup has its own keys.
+  bool prefetch_lse = false;  // a block's lse is read into registers before its scores are complete
   bool ping_pong = false;  // the two warpgroups start their scores one after the other
-  bool send_dq_late = false;  // dQ leaves amid the next block, and not at once
-  bool ds_before_dv = false;  // dS is made beside the exponentials, ahead of dV
-  // A CTA takes one work tile after another. While it ends one, the next one's queries, keys and values are on their way.
+  bool send_dq_late = false;  // dQ is stored during the next block, not at once
+  bool ds_before_dv = false;  // dS is computed with the exponentials, before dV
+  // A CTA takes one work tile after another. The epilogue of a tile overlaps the loads of the next tile.
   bool persistent = false;
 
-  // For the pipeline: of the tiles of 16 x 8 in a piece of dQ, those that are added from registers and not by bulk reductions.
+  // For the pipeline: of the 16 x 8 tiles in a piece of dQ, the number added from registers and not by bulk reductions.
   int dq_register_tiles = 0;
 
   int math_registers, producer_registers;  // per thread
@@ -81,7 +81,7 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
 };
 // clang-format on
 
-// What the kernels take for granted of a row. How much shared memory a row takes is asserted in config.cuh.
+// The assumptions of the kernels about a row. config.cuh asserts how much shared memory a row takes.
 constexpr bool is_valid(const BackwardSm90Tile& tile) {
   const auto is_register_count = [](int registers) { return registers % 8 == 0 && registers >= 24 && registers <= 240; };
   const int aux_threads = tile.threads() - 128 * (tile.warpgroups + 1);

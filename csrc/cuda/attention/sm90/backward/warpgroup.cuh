@@ -47,13 +47,13 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
 
   __device__ __forceinline__ const WorkTile& tile() const { return shared.tile[kPersistent ? tile_count % 2 : 0]; }
   __device__ __forceinline__ KeyTile& key_tile() const { return shared.key[tile_count % kKeyBuffers]; }
-  // The block at hand, or the one `offset` after it.
+  // The current block, or the one `offset` after it.
   __device__ __forceinline__ const QueryBlock& query_block(int offset = 0) const {
     return shared.query_block[(block_count + offset) % kQueryBlocks];
   }
 
-  // Blocks of queries take the two stages in turn. The loops have one body for both, whose addresses are made by the uniform
-  // datapath: a body for each was twice the code, for nothing.
+  // Blocks of queries alternate between the two stages. The loops have one body for both stages, and the uniform datapath
+  // computes its addresses: a body for each stage was twice the code and no faster.
   __device__ __forceinline__ int stage() const { return block_count % 2; }
   __device__ __forceinline__ unsigned parity() const { return block_count / 2 % 2; }
 
@@ -91,7 +91,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     for (int n = 0; n < kDsBuffers; ++n)
       wait(&shared.ds_empty[(block_count + n) % kDsBuffers], (block_count + n) / kDsBuffers % 2 ^ 1);
   }
-  // Whether a phase is complete, the same answer for the whole warp.
+  // True if a phase is complete. All lanes of the warp get the same answer.
   __device__ __forceinline__ bool is_complete(uint64_t* barrier, unsigned parity) const {
     return __shfl_sync(~0u, static_cast<int>(test_wait(barrier, parity)), 0) != 0;
   }
@@ -140,7 +140,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   template <int kStat, bool kAdd>
   __device__ __forceinline__ void start_subtraction(ScoreAccumulator& d, int stage, unsigned shift) {
     constexpr unsigned kOnes = 0x3f803f80;  // a pair of bfloat16
-    // Of a step's 16 k, this lane has 2 * (lane() % 4) + {0, 1} in the first two words: delta's are the first two.
+    // In the first two words, this lane has 2 * (lane() % 4) + {0, 1} of a step's 16 k: delta's are the first two.
     const unsigned ones = kStat == StatsOperand::kLse || lane() % 4 == 0 ? kOnes : 0;
     const unsigned left[4] = {ones, ones, 0, 0};
     // The step's other 8 k, which meet zeros, are lse's, whatever the statistic: delta may be infinite.
@@ -226,8 +226,8 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     __syncwarp();
   }
 
-  // What a block needs of its row statistics, read while the block before is at its end: shared memory answers late once it
-  // feeds the products.
+  // A block's row statistics, read at the end of the block before: shared memory has a long latency while it feeds the
+  // products.
   struct Prefetch {
     static constexpr int kLsePairs = kTile.prefetch_lse ? kQueries / 8 : 1;
     bool all_visible, last, third;  // of QueryBlock
@@ -235,7 +235,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     int mask_flags;  // QueryBlock::mask_flags
     float2 lse[kLsePairs];
   };
-  // Whether any of a block's queries has an lse whose low part counts.
+  // True if the low part of lse counts for any query of a block.
   __device__ __forceinline__ bool any_large_lse(int stage) const {
     // Below it the float nearest to lse is off by 2^-17 at most: 16 times less than weights are rounded by.
     constexpr float kLargeLse = 256;
@@ -347,7 +347,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
       if (a.transposed_mask == TransposedMask::kTma) {
         wait(&shared.mask.full, block_count % 2);
         if (now.mask_flags & kMixed << warpgroup()) {
-          // Rows whose keys all have the lowest score are among those of a large lse; float16 is far from it.
+          // Rows with the lowest score for all keys have a large lse; float16 masks do not reach the lowest score.
           if (!std::is_same_v<T, __half> && now.needs_lse_low) [[unlikely]]
             add_mask<true>(score);
           else
@@ -463,7 +463,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     now.needs_lse_low ? exponentiate(std::true_type{}) : exponentiate(std::false_type{});
   }
 
-  // Clears the weights whose bit in `bits`, laid out as TransposedMaskBits, is 0.
+  // Clears the weights with a 0 bit in `bits`, which are laid out as TransposedMaskBits.
   __device__ __forceinline__ static void clear_by_bits(PackedScores& to, const PackedScores& from,
                                                        const unsigned (&bits)[kQueries / kStatsRows]) {
 #pragma unroll
@@ -535,9 +535,8 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     store_dv();
   }
   __device__ __forceinline__ bool is_part() const { return kCutsTiles && tile().slot >= 0; }
-  // Where this warp's rows of box `box` of dK or dV lie on their way to global memory, in a persistent kernel. dS is not needed
-  // any more then, and of dS and dq_staging they are parts that no other warp writes: the warp alone has to wait, before it
-  // writes there again, until TMA has read them.
+  // This warp's staging rows for box `box` of dK or dV, in a persistent kernel. They overlay dS, which is no longer needed, and
+  // dq_staging, in parts that no other warp writes: only this warp has to wait until TMA has read them before it writes again.
   __device__ __forceinline__ T* outgoing_rows(bool is_key, int box) {
     if constexpr (kQueryBoxes == 2) return shared.ds[0].box[is_key ? 1 : 0][score_row()];
     return is_key ? shared.ds[box].box[0][score_row()]

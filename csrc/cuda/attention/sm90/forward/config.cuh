@@ -1,4 +1,4 @@
-// What the warps of the Hopper forward kernel share: its arguments, and the plan of its shared memory with the barriers in it.
+// Definitions that the warps of the Hopper forward kernel share: arguments, and the layout of shared memory with its barriers.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 
 namespace flash_online::cuda {
 
-// How a mask reaches the scores.
+// The source of a mask.
 enum class MaskSource {
   kNone,
   kBits,  // bool: as MaskBits, from global memory
@@ -27,14 +27,14 @@ enum class MaskSource {
   kTmaBFloat16,
 };
 
-// How a product becomes the exponent of a weight.
+// Factors and bounds that turn a product into the exponent of a weight.
 struct ScoreArguments {
   float scale;  // of scores in the exponent, to the base 2: the problem's times log2(e); 1 after a softcap
   float bias_scale;  // of what ALiBi and a mask add, in units of the scores: log2(e) / scale
   float lowest;  // in the same units, what lowest_product() says; of a bfloat16 mask
   float lowest_score;  // the same in base 2
   float softcap, softcap_scale;  // times log2(e); 2 log2(e) / softcap times the problem's scale
-  // Scores whose squares sum to less than this get their softcap by a polynomial: the score times softcap_term of its square.
+  // Scores with a sum of squares below this get their softcap by a polynomial: the score times softcap_term of its square.
   float small_squares = 0, softcap_term[kTanhTerms] = {};
   const float* sinks;
   const float* alibi_slopes;
@@ -85,8 +85,7 @@ struct ForwardSm90Arguments {
   bool lower_right;  // packed: the Visibility of a sequence has the offset keys - queries
 };
 
-// What a kernel over cached keys is told besides. The maps of key and value are those of a pool [blocks, heads, page,
-// head_dim].
+// Additional arguments of a kernel over cached keys. The maps of key and value are of a pool [blocks, heads, page, head_dim].
 struct CachedSm90Arguments : ForwardSm90Arguments {
   CachedTileList cached;
 };
@@ -131,7 +130,7 @@ struct ForwardSm90Kernel {
   static constexpr int kWorkTiles = 4;  // that the scheduler warp is ahead at most
   // While a warpgroup holds a stage of values, it may pass over as many blocks of other warpgroups as there are other stages.
   static constexpr int kMaxSkips = kMasked ? kStages - 1 : 0;
-  // Where tiles are claimed from a counter: the next one when the first warpgroup is this many blocks before its last.
+  // If tiles are claimed from a counter: the next tile is claimed when the first warpgroup is this many blocks before its last.
   static constexpr int kClaimAhead = 4;
   static_assert(kHeadDimBoxes % kKeyParts == 0 && kHeadDimSteps % kKeyParts == 0);
   static_assert(!kHasOptions || kKeyStages == kStages);  // one PipelineState serves both
@@ -163,19 +162,19 @@ struct ForwardSm90Kernel {
   };
 
   struct Empty {};
-  struct Nothing {};  // beside an Empty, which must have an address of its own
+  struct Nothing {};  // a second type: two members of type Empty could not share an address
   struct NoPart {};
 
   using TileListOfVariant = std::conditional_t<kCached, CachedTileList, VarlenTileList>;
   using VarlenScheduler = std::conditional_t<kSplit, LineScheduler, VarlenTileScheduler<kTile.queries(), TileListOfVariant>>;
   using Scheduler = std::conditional_t<kPacked, VarlenScheduler, TileScheduler>;
   struct VarlenShared {
-    uint64_t value_loaded[kStages];  // barriers of values whose tail has yet to be cleared
-    uint64_t tile_wanted;  // barrier of the producer warp's wish for the next tile, where tiles are claimed
+    uint64_t value_loaded[kStages];  // barriers of values before their tail is cleared
+    uint64_t tile_wanted;  // barrier of the producer warp's request for the next tile, if tiles are claimed
     typename VarlenScheduler::Shared scheduler;
   };
 
-  // What the mask does to the blocks of a work tile: one bit for each 2^shift of them.
+  // The mask map of a work tile: one bit for each 2^shift blocks.
   static constexpr int kMapWords = 16, kMapBits = 32 * kMapWords;
   struct TileMaskMap {
     int shift;
@@ -193,7 +192,7 @@ struct ForwardSm90Kernel {
   struct SeenKeys {
     int begin, end;  // keys outside of these no query of the sequence sees: nothing of them may be read
   };
-  // What a CTA computes at a time. Ranges of keys count blocks.
+  // A CTA's work at a time. Ranges of keys count blocks.
   struct WorkTile {
     int batch, head, first_query;  // packed: batch is the sequence, first_query counts within it; batch -1: no more tiles
     [[no_unique_address]] std::conditional_t<kPacked, PackedSequence, Empty> sequence;
@@ -204,7 +203,7 @@ struct ForwardSm90Kernel {
     int begin, end;  // blocks that any query sees
     struct {
       int begin, end;  // blocks that this warpgroup processes: its rows may see fewer of the first and of the last ones
-      int whole_begin, whole_end;  // blocks whose keys are all visible to all its rows
+      int whole_begin, whole_end;  // blocks with all keys visible to all its rows
     } row_block[kRowBlocks];
     [[no_unique_address]] std::conditional_t<kHasOptions, float, Empty> slope;  // of ALiBi, in units of the scores
     [[no_unique_address]] std::conditional_t<kMasked, TileMaskMap, Empty> map;
@@ -231,7 +230,7 @@ struct ForwardSm90Kernel {
   static constexpr int kVoteBarrier = 1, kPingPongBarrier = 1 + kTile.warpgroups;
   static_assert(kPingPongBarrier + kTile.warpgroups <= 16);
 
-  // What row `row` of a tile is: over cached keys the queries of several heads lie side by side.
+  // The query of row `row` of a tile: over cached keys the queries of several heads are interleaved.
   __device__ __forceinline__ static int query_of_row(const Arguments& a, int row) {
     if constexpr (kCached) return row >> a.cached.group_shift;
     return row;
@@ -257,7 +256,7 @@ struct ForwardSm90Kernel {
     return a.cached.problem.query_starts ? 0 : tile.batch;
   }
 
-  // What dense problems have in the arguments, and packed ones for each sequence.
+  // The sequence's first rows and sizes: from the tile if packed; 0 and from the arguments if dense.
   __device__ __forceinline__ static int query_begin(const WorkTile& tile) {
     if constexpr (kPacked) return tile.sequence.query_begin;
     return 0;
@@ -274,7 +273,7 @@ struct ForwardSm90Kernel {
     if constexpr (kPacked) return tile.sequence.keys;
     return a.keys;
   }
-  // Whether a block of keys has some that no query of the sequence sees.
+  // True if a block has keys that no query of the sequence sees.
   __device__ __forceinline__ static bool has_unseen_keys(const SeenKeys& seen, int block) {
     return block * kKeys < seen.begin || (block + 1) * kKeys > seen.end;
   }

@@ -46,7 +46,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   // Blocks that only other warpgroups process: before the next one of this warpgroup, and after its last one of the tile.
   int skipped = 0, skipped_after = 0;
 
-  // What the mask does to a block, looked up one block ahead.
+  // The mask of a block, looked up one block ahead.
   struct BlockMask {
     unsigned shown;  // by a bool mask: see MaskBits
     bool clear;
@@ -54,7 +54,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   struct MaskPrefetch {
     int next_block, next_skipped;  // the next value of `block`, and how many blocks are loaded before it for others
     BlockMask next, now;
-    // Of the 32 blocks from window_begin on, those after next_block: loaded, visited by this warpgroup, clear.
+    // Bits of the 32 blocks from window_begin on, after next_block: loaded, visited by this warpgroup, clear.
     unsigned loaded, visited, clear;
     int window_begin;
     const unsigned* bits;  // of the lane's rows
@@ -115,7 +115,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 
   // ---- products
 
-  // The byte offset in a box of the 16 bytes whose address this lane gives to ldmatrix_x4 and stmatrix_x4 for a 16 x 16 matrix.
+  // The byte offset in a box of the address that this lane gives to ldmatrix_x4 and stmatrix_x4 for a 16 x 16 matrix.
   __device__ __forceinline__ static unsigned matrix_offset(int lane, int matrix_row, int matrix_chunk) {
     return swizzle128(matrix_row + lane % 16, matrix_chunk + lane / 16);
   }
@@ -288,8 +288,8 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 #pragma unroll
       for (int i = 0; i < kScoreRegisters; ++i) score[i] *= polynomial(a.scores.softcap_term, score[i] * score[i]);
     } else if (kHasPolynomial && a.scores.small_squares > 0) {
-      // A score whose square is small gets the same polynomial, or its result would depend on other rows: no square exceeds
-      // the rounded sum that it is part of.
+      // A score with a small square gets the same polynomial, or its result would depend on other rows: no square exceeds the
+      // rounded sum that it is part of.
 #pragma unroll
       for (int i = 0; i < kScoreRegisters; ++i) {
         const float square = score[i] * score[i];
@@ -340,8 +340,8 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
       }
     }
   }
-  // A bound changes the weights of rows alone that have seen nothing above the lowest score: beside a larger maximum all such
-  // scores have weight 0. float16 masks stay far from the bound.
+  // The bound changes only the weights of rows that have seen nothing above the lowest score: with a larger maximum all such
+  // scores have weight 0. float16 masks do not reach the bound.
   __device__ __forceinline__ bool needs_lowest_score() {
     if (may_be_lowest)
       may_be_lowest = __any_sync(~0u, fminf(softmax[0].max, softmax[1].max) <= a.scores.lowest * a.scores.scale);
@@ -362,7 +362,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     }
   }
 
-  // -inf for the keys that a row does not see, in a block whose keys are not all visible to all rows.
+  // Sets scores to -inf for the keys that a row does not see. Does nothing if all rows see all keys of the block.
   __device__ __forceinline__ void apply_visibility() {
     // There are too few registers for these bounds where a kernel has more to do; shared memory has them too.
     constexpr bool kFromShared = kPacked || kHasOptions;
@@ -422,7 +422,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   __device__ __forceinline__ void fetch_dropout_bits() {
     if constexpr (kHasDropout) {
       if (a.dropout.rng) {
-        // Of every eight keys of a query the lane has two.
+        // The lane has two of every eight keys of a query.
         const auto* const rows =
             &shared.dropout.keep[key.stage][row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4];
         const auto own_bits = [&](const auto& row) {
@@ -450,8 +450,8 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     return fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 2));
   }
 
-  // Whether only repeat_block() can make a row's weights: it has no maximum yet, or its scores are large. Scores that a mask
-  // has made the lowest ones are powers of two, from which an fma loses nothing.
+  // True if only repeat_block() can compute a row's weights: the row has no maximum yet, or its scores are large. Scores that a
+  // mask set to the lowest one are powers of two, from which an fma loses nothing.
   __device__ __forceinline__ bool needs_repeat(float max) const {
     return is_large_score(max) && !(kFloatMask && max == a.scores.lowest_score);
   }
@@ -709,8 +709,8 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     release_skipped_blocks();
   }
 
-  // One tile after another. The epilogue of a tile runs beside the first product of the next one; in a block, the softmax runs
-  // beside O += P V of the block before and beside the products of the other warpgroup.
+  // Computes one tile after another. The epilogue of a tile overlaps the first product of the next tile. The softmax of a block
+  // overlaps O += P V of the block before and the products of the other warpgroup.
   __device__ void run() {
     query.advance(row_block);
     if (kTile.ping_pong && row_block + column_part == kTile.warpgroups - 1) ping_pong_leave();

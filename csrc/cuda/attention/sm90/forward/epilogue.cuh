@@ -33,7 +33,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
     inverse[r] = softmax[r].sum == 0 ? 0 : factor * reciprocal(softmax[r].sum);
     if constexpr (kHasDropout) inverse[r] *= a.dropout.keep_scale;
   }
-  // Of the four lanes of a quad, the first two write the lse of one row each.
+  // The first two lanes of a quad write the lse of one row each.
   const bool second = here % 4 == 1;
   RowSoftmax own;
   own.max = second ? softmax[1].max : softmax[0].max;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
   __syncwarp();
 }
 
-// Where the row r of a lane goes in a part that is to be merged; null: the row does not exist.
+// The address of row r of a lane in a part that is to be merged; null: the row does not exist.
 template <class T, class Variant>
 __device__ __forceinline__ float* ForwardSm90Kernel<T, Variant>::MathWarpgroup::row_of_part(const WorkTile& tile, int lane,
                                                                                             int r) const {

@@ -180,7 +180,7 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
 
 inline bool has_options(const AttentionProblem& p) { return p.softcap > 0 || p.alibi_slopes || p.mask.data || p.dropout != 0; }
 
-// Whether an entry for little work is the better one; otherwise tiles have `tile_queries` queries.
+// True if an entry for little work is the better one; otherwise tiles have `tile_queries` queries.
 inline bool has_little_work(const AttentionProblem& p, const ForwardSm90Tile& tile, int tile_queries) {
   if (p.queries <= tile.max_queries) return true;
   if (p.query_starts) return false;

@@ -11,7 +11,7 @@ namespace flash_online::cuda {
 
 // ---- the scheduler warp: what the next work tiles are, ahead of all other warps
 
-// The mask map of a work tile whose other members are set.
+// Computes the mask map of a work tile. The other members of `tile` must be set.
 template <class T, class Variant>
 __device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a, WorkTile& tile, int lane) {
   const uint8_t* const kinds = a.mask.map.kinds + tile.batch * a.mask.map.batch_step + tile.head * a.mask.map.head_step;
@@ -19,7 +19,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a,
   while (tile.end - tile.begin > kMapBits << shift) ++shift;
   if (lane == 0) tile.map.shift = shift;
   const int words = (((tile.end - tile.begin - 1) >> shift) + 32) / 32;
-  // Which blocks each warpgroup visits, and which of them are clear.
+  // The blocks that each warpgroup visits, and the clear ones among them.
 #pragma unroll 1
   for (int word = 0; word < words; ++word) {
     const int block = tile.begin + ((word * 32 + lane) << shift);
@@ -63,8 +63,8 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a,
     tile.map.loaded[word] = loaded;
   }
   __syncwarp();
-  // A warpgroup also visits a block where it would otherwise pass over more blocks in a row than there are stages besides the
-  // one whose values it holds: it would wait forever.
+  // A warpgroup also visits a block if it would otherwise skip more blocks in a row than there are stages besides the one with
+  // the values that it holds: it would wait forever.
   if (lane < kRowBlocks) {
     int skipped = -1;  // -1: none is visited yet
 #pragma unroll 1
@@ -155,7 +155,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
     const int rows = last - first + 1;
     int begin = begin_of(0), end = end_of(rows - 1), first_block = 0;
     if constexpr (kSplit) {
-      // Of a part, which may have been cut out of what other tiles see.
+      // Clip to this CTA's share: the part may have been cut.
       first_block = scheduler.begin();
       begin = max(begin, first_block), end = min(end, scheduler.end());
     }
@@ -228,9 +228,9 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
   PipelineState<kWorkTiles> next_tile;
   PipelineState<kQueryStages> query;
   PipelineState<kKeyStages> key;  // and values, unless split
-  // Of the tile whose queries are loaded or being loaded:
+  // The tile of the queries that are loaded or being loaded:
   int batch, head, first_query, begin, end, tile_stage;
-  int row_block;  // the first whose queries are not loaded yet
+  int row_block;  // the first one without loaded queries
 
   __device__ void fetch_tile() {
     wait(&shared.tile_full[next_tile.stage], next_tile.parity);
@@ -263,7 +263,7 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
     }
   }
 
-  // Whether a warpgroup needs the float mask of a block.
+  // True if a warpgroup needs the float mask of a block.
   __device__ static bool needs_mask(const WorkTile& tile, int i, int block) {
     const int bit = (block - tile.begin) >> tile.map.shift;
     return tile.map.row_block[i].visited[bit / 32] >> bit % 32 & ~tile.map.row_block[i].clear[bit / 32] >> bit % 32 & 1;

@@ -1,4 +1,4 @@
-// Which problems the Hopper forward kernel takes, and the reason why it refuses another.
+// The problems that the Hopper forward kernel takes, and the reason why it refuses another.
 #pragma once
 
 #include "../../attention.h"
@@ -7,7 +7,7 @@
 
 namespace flash_online::cuda {
 
-// Why forward_sm90 does not take a problem in the tile of this head dim; null: it does.
+// The reason why forward_sm90 does not take a problem in the tile of this head dim; null: it does.
 inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gpu, int head_dim) {
   constexpr int64_t kMost = int64_t{1} << 30;
   if (gpu.major != 9) return "the GPU's compute capability is not 9.0";
@@ -41,8 +41,8 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
   return nullptr;
 }
 
-// Whether the CTAs of forward_sm90 claim their tiles one by one from a counter in global memory. They do where tiles differ so
-// much in work that a static order leaves some CTAs idle: over packed sequences, which never have a mask.
+// True if the CTAs of forward_sm90 claim their tiles one by one from a counter in global memory: for packed sequences, where
+// tiles differ so much in work that a static order leaves some CTAs idle. Packed sequences never have a mask.
 inline bool forward_sm90_is_dynamic(const AttentionProblem& p) {
   constexpr int64_t kFewKeys = 512;  // per sequence: then every tile is short, and so is the tail of the launch
   return p.query_starts && p.keys > kFewKeys;

@@ -15,8 +15,8 @@ struct WorkTileCoord {
   int batch, head, row_tile;  // batch: over packed sequences the sequence; -1: there are no more tiles
 };
 
-// How many of the tiles of a head, its last ones, are about the same work: all, or those whose window begins after the first
-// key.
+// The number of tiles at the end of a head that are about the same work: all tiles, or those with a window that begins after
+// the first key.
 inline int64_t count_even_row_tiles(const Visibility& v, int64_t row_tiles, int64_t tile_rows) {
   if (v.left < 0) return v.right < 0 ? row_tiles : 0;
   if (v.right < 0) return 0;
@@ -27,8 +27,8 @@ inline int64_t count_even_row_tiles(const Visibility& v, int64_t row_tiles, int6
 // The keys and values of a section of heads should stay in the L2 cache: so much out of the 60 MiB of an H200.
 constexpr int64_t kSectionBytes = 48 << 20;
 
-// How many heads make a section, where tiles differ in work: as many as fill `min_rounds` rounds of `ctas` tiles, or some more
-// if these fill their rounds better.
+// Heads per section, if tiles differ in work: as many as fill `min_rounds` rounds of `ctas` tiles, or some more if these fill
+// their rounds better.
 inline int64_t choose_section_heads(int64_t heads, int64_t q_heads_per_key_head, int64_t row_tiles, int64_t head_bytes,
                                     int64_t ctas, int64_t min_rounds) {
   const int64_t most = std::max(kSectionBytes / head_bytes, int64_t{1});
@@ -66,7 +66,7 @@ inline HeadSections choose_sections(int64_t section, int64_t heads, int64_t row_
   const auto sections_of = [&](int64_t size, int64_t last) {
     return HeadSections{.heads = static_cast<int>(size), .last = static_cast<int>(std::max(last, int64_t{0}))};
   };
-  constexpr int64_t kManyRounds = 24;  // then an end that is not filled is short beside the rest
+  constexpr int64_t kManyRounds = 24;  // then an unfilled last round is short compared with the rest
   HeadSections best = sections_of(section, (heads - 1) / section);
   if (best.last == 0 || heads * row_tiles > kManyRounds * ctas) return best;
   int64_t least = most_work(best, heads, row_tiles, ctas);
@@ -86,7 +86,7 @@ struct TileSchedule {
   bool batch_innermost;  // heads are counted with the batch as the inner index, for a mask that the batch shares
   HeadSections sections;
 
-  // Of a dense problem, whose tiles have `tile_rows` queries.
+  // The schedule of a dense problem with tiles of `tile_rows` queries.
   static TileSchedule make(const AttentionProblem& p, int64_t row_tiles, int64_t tile_rows, int section_rounds,
                            int q_heads_per_key_head, int64_t element_bytes, int64_t ctas) {
     const int64_t heads = p.batch * p.heads, even = count_even_row_tiles(p.visible, row_tiles, tile_rows),
@@ -99,7 +99,7 @@ struct TileSchedule {
                     head_bytes = seen_keys * (p.head_dim + p.head_dim_v) * element_bytes / q_heads_per_key_head + 1,
                     section = choose_section_heads(heads, q_heads_per_key_head, uneven, head_bytes, ctas,
                                                    even > 0 ? std::max(section_rounds, kWindowRounds) : section_rounds);
-      // Beside even tiles the sections are a small part.
+      // The sections are a small part of the work compared with even tiles.
       sections = even > 0 ? HeadSections{.heads = static_cast<int>(section), .last = static_cast<int>((heads - 1) / section)}
                           : choose_sections(section, heads, uneven, head_bytes, ctas);
     }

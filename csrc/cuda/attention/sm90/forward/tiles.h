@@ -1,21 +1,21 @@
-// The tile table of the Hopper forward kernel, by head dim. A head dim between two entries runs in the next larger tile, whose
-// missing columns TMA fills with zeros.
+// The tile table of the Hopper forward kernel, by head dim. A head dim between two entries runs in the next larger tile; TMA
+// fills the missing columns with zeros.
 #pragma once
 
 #include <cstddef>
 
 namespace flash_online::cuda {
 
-// What a kernel has besides plain attention. kOptions: softcap, ALiBi, bool masks and, with dropout warps, dropout.
-// kOptionsFloatMask: 16-bit float masks too, whose tiles need shared memory.
+// Features besides plain attention. kOptions: softcap, ALiBi, bool masks and, with dropout warps, dropout. kOptionsFloatMask:
+// also 16-bit float masks, which need tiles in shared memory.
 enum class ForwardSm90Features { kPlain, kOptions, kOptionsFloatMask };
 
 struct ForwardSm90Tile {
   int head_dim, head_dim_v;
   int warpgroups;  // math warpgroups, of 64 queries each; with split_values all of them have the same 64
   int keys;  // per block of the mainloop
-  // Keys of a block whose weights are measured from one maximum of a row, and summed together; 0: all of them. Entries that
-  // stand in for each other agree in it, so that which of them runs changes no bit of a row's result.
+  // Keys of a block that share one maximum and one partial sum of a row; 0: all keys. Entries that can replace each other have
+  // the same value, so that the choice between them changes no bit of a row's result.
   int softmax_keys = 0;
   int stages;  // buffers of values, and of keys unless these come in parts
   int query_stages;  // buffers of 64 queries each
@@ -27,7 +27,7 @@ struct ForwardSm90Tile {
   // All warpgroups have the same 64 queries: each computes all of their scores, but only its share of the columns of the
   // results. Keys come in parts of the head dim.
   bool split_values = false;
-  // How many tiles each CTA takes from the heads of a section, under a causal mask.
+  // Tiles that each CTA takes from the heads of a section, under a causal mask.
   int section_rounds = 1;
   int ctas_per_sm = 1;
 
@@ -185,7 +185,7 @@ constexpr ForwardSm90Tile forward_sm90_cached(ForwardSm90Tile packed) {
   return packed;
 }
 
-// How shares of CTAs cut tiles over cached keys (cached/line_scheduler.cuh).
+// The cut of tiles over cached keys by shares of CTAs (cached/line_scheduler.cuh).
 enum class ForwardSm90Split {
   kNone,
   kTiles,  // those of whole tiles
@@ -194,7 +194,7 @@ enum class ForwardSm90Split {
 
 // A tile that shares cut, from one over cached keys. Blocks are a power of two of keys.
 constexpr ForwardSm90Tile forward_sm90_split(ForwardSm90Tile cached, ForwardSm90Split split) {
-  // What is on its way to an SM for small tiles: more is read no faster, and less evenly by the SMs.
+  // Bytes in flight to an SM for small tiles: more are read no faster, and less evenly by the SMs.
   constexpr int kBytesAhead = 64 << 10, kElementBytes = 2, kKeys = 64;
   if (split == ForwardSm90Split::kNone) return cached;
   if (split == ForwardSm90Split::kSmallTiles) {
@@ -230,7 +230,7 @@ struct ForwardSm90Variant {
                                    kTile = forward_sm90_split(kWhole, kOfSplit);
 };
 
-// What every entry promises.
+// The assumptions of the kernels about an entry.
 constexpr bool forward_sm90_is_valid(const ForwardSm90Tile& t) {
   // wgmma is 16 deep. An accumulator has at most 256 columns.
   if (t.head_dim % 16 != 0 || t.head_dim_v % 16 != 0 || t.keys % 16 != 0 || t.keys > 256) return false;
@@ -243,7 +243,7 @@ constexpr bool forward_sm90_is_valid(const ForwardSm90Tile& t) {
   const auto is_budget = [](int registers) { return registers % 8 == 0 && registers >= 24 && registers <= 256; };
   if (!is_budget(t.registers) || !is_budget(t.producer_registers)) return false;
   if (t.dropout_warps % 4 != 0 || (t.dropout_warps > 0 && !is_budget(t.dropout_registers))) return false;
-  // What all warps claim must be there, or they wait forever: a CTA has what its threads were launched with, in eights.
+  // All registers that warps claim must exist, or they wait forever: a CTA has those of its launch, in multiples of eight.
   const int launched = 65536 / (t.threads() * t.ctas_per_sm) / 8 * 8 * (t.threads() / 128);
   return t.warpgroups * t.registers + t.producer_registers + t.dropout_warps / 4 * t.dropout_registers <= launched;
 }

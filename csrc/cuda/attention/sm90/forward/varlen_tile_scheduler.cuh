@@ -1,5 +1,5 @@
-// The tiles of packed sequences, whose lengths only the device knows, in the order in which the CTAs of a launch take them. One
-// warp of each CTA works that order out as it goes, from the starts of the sequences: no kernel has to run before this one.
+// The tiles of packed sequences in the order in which the CTAs of a launch take them. Only the device knows the lengths: one
+// warp of each CTA computes the order as it goes, from the starts of the sequences: no other kernel has to run first.
 //
 // Sequences come in chunks, and within a chunk by their number of keys, the longest first, so that the tiles at the end are
 // cheap. The heads of a sequence come in parts of about as many tiles as there are CTAs: tiles that run at the same time then
@@ -21,10 +21,10 @@ struct VarlenTileList {
   int max_queries, max_keys;  // per sequence
   int heads, q_heads_per_key_head;
   int level_keys;  // sequences are ordered by length in levels of this many keys; 0: they keep their order
-  // How many tiles have been claimed beyond the first one of each CTA; null: the order is static.
+  // The number of tiles claimed beyond the first one of each CTA; null: the order is static.
   unsigned* tile_counter;
 
-  // Of sequence n: its rows in tiles, and its keys.
+  // The rows of sequence n in tiles, and its keys.
   __device__ __forceinline__ int rows(int n) const {
     return static_cast<int>(packed_rows(query_starts, n, max_queries, total_queries).count);
   }
@@ -33,8 +33,8 @@ struct VarlenTileList {
   }
 };
 
-// The same over cached keys. The query heads that share keys count as rows, 2^group_shift of them for each query; `heads` are
-// then as many fewer.
+// The tile list over cached keys. The query heads that share keys count as rows, 2^group_shift of them for each query; `heads`
+// is divided by that.
 struct CachedTileList : VarlenTileList {
   AttentionProblem problem;
   int group_shift;

@@ -249,11 +249,11 @@ class BackwardSplitSm90Kernel {
     if (lane() == 0) arrive(empty);
   }
 
-  // Of packed sequences the next one's rows follow a sequence's last.
+  // In packed tensors, the next sequence's rows follow the last row of a sequence.
   __device__ __forceinline__ static void clear_tail(Tile& tile, int from) { cuda::clear_tail<128>(tile.box, from, thread()); }
 
-  // Starts the scores of a block once it has arrived; where no block is left (`more` is false), of what the stage holds, which
-  // nobody reads: the compiler would make a product that is started under a condition wait for those before it.
+  // Starts the scores of a block once it has arrived. If no block is left (`more` is false), the product uses old data of the
+  // stage and its result is not used: the compiler would make a conditional product wait for the products before it.
   __device__ __forceinline__ void start_block(Scores& scores, const Position& here, bool more, int warpgroup) const {
     Stage& stage = shared.stage[here.at.stage];
     if (more) {
@@ -270,8 +270,8 @@ class BackwardSplitSm90Kernel {
     start_scores(scores, shared.key[warpgroup], stage.query);
   }
 
-  // Adds a block's share to dK, dV and dQ, given its scores; moves on to the next block and makes that one's scores. Returns
-  // whether there is one. In this order a product is on its way beside all other work.
+  // Adds a block's share to dK, dV and dQ, given its scores, and computes the scores of the next block. Returns whether there
+  // is a next block. In this order a product overlaps all other work.
   __device__ __forceinline__ bool process_block(Grads& dk, Grads& dv, Scores& scores, Position& here, const Blocks& seen,
                                                 int warpgroup) const {
     const int at = here.at.stage;
@@ -462,7 +462,7 @@ class BackwardSplitSm90Kernel {
         if (8 * j + 2 * (lane % 4) + 1 < width) put(to + view.stride[3], scale * d[0][j][e + 1], add);
       });
   }
-  // Nobody else adds here: an atomic addition is one that is not waited for.
+  // No other thread adds here. The addition is atomic only so that the thread does not wait for it.
   template <class T>
   __device__ __forceinline__ static void put(T* to, T x, bool add) {
     if (add)

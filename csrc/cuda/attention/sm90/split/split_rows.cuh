@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(SplitRows<kHeadDim>::kThreads)
   SplitRows<kHeadDim>::run(arguments);
 }
 
-// Splits the four tensors in one launch, whose CTAs are numbered here.
+// Splits the four tensors in one launch, and assigns its CTAs to them.
 template <int kHeadDim>
 void launch_split_rows(SplitRowsArguments arguments, CUstream_st* stream) {
   using Rows = SplitRows<kHeadDim>;

@@ -1,4 +1,4 @@
-// Attention over cached keys on Hopper: the kernel of kernel.cuh, whose keys and values come from the pages of a pool.
+// Attention over cached keys on Hopper: the kernel of kernel.cuh with keys and values from the pages of a pool.
 #pragma once
 
 #include <numeric>
@@ -23,8 +23,8 @@ constexpr int cached_sm90_entry(int head_dim, int entry = 0) {
   return entry;
 }
 
-// Whether shares of CTAs cut a call's tiles, and which: `tile_rows` are the rows of the tiles that stay whole. Only the device
-// knows the lengths.
+// Returns whether shares of CTAs cut a call's tiles, and which tiles. `tile_rows`: the rows of tiles that stay whole. Only the
+// device knows the lengths.
 inline ForwardSm90Split cached_sm90_split(const AttentionProblem& p, int tile_rows) {
   constexpr int kSmallRows = 64;
   constexpr int64_t kSmallKeys = 64, kFewBlocks = 16, kLeastKeys = 1024, kMostNumbers = 1 << 29;
@@ -43,10 +43,10 @@ inline ForwardSm90Split cached_sm90_split(const AttentionProblem& p, int tile_ro
   return differ || idle ? ForwardSm90Split::kTiles : ForwardSm90Split::kNone;
 }
 
-// How the keys of a call's tiles are cut by the shares of CTAs.
+// The line of work of a call, if shares of CTAs cut the keys of its tiles.
 struct CachedSm90Line {
   int group_shift;
-  int ctas;  // for each of those that go abreast
+  int ctas;  // per head and row tile that run abreast
   DecodeShape shape;
   DecodeParts parts;
 
@@ -73,10 +73,9 @@ struct CachedSm90Line {
   int64_t bytes() const { return parts.bytes(int64_t{ctas} * shape.abreast()); }
 };
 
-// Why the Hopper kernel leaves a problem whose tiles no shares cut to the general one, which cuts keys into pieces: there are
-// too few tiles for the GPU. One that has few rows of queries for each key has nothing to do but load keys, and pieces pay
-// sooner. Where one piece is asked for, the choice depends on neither the queries nor the batch: a row has the bits that it has
-// in any other call.
+// The reason to leave a problem without cut tiles to the general kernel, which cuts keys into pieces: too few tiles for the
+// GPU. Otherwise null. A problem with few rows of queries per key only loads keys, and pieces pay sooner. If num_splits is 1,
+// the choice depends on neither the queries nor the batch: a row gets the same bits in every call.
 inline const char* too_few_tiles(const AttentionProblem& p, int tile_rows) {
   constexpr int64_t kFewRows = 32, kManyKeys = 2048;
   if (p.cache.splits == 1 || cached_sm90_split(p, tile_rows) != ForwardSm90Split::kNone) return nullptr;
@@ -118,7 +117,7 @@ inline const char* cached_sm90_refusal(const AttentionProblem& p, const Gpu& gpu
   return too_few_tiles(p, kForwardSm90Plain[cached_sm90_entry(head_dim)].queries());
 }
 
-// Whether CTAs claim their tiles from a counter: see forward_sm90_is_dynamic().
+// True if CTAs claim their tiles from a counter: see forward_sm90_is_dynamic().
 inline bool cached_sm90_is_dynamic(const AttentionProblem& p) {
   constexpr int64_t kFewKeys = 512;
   return p.keys > kFewKeys;

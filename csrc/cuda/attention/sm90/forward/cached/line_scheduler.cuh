@@ -33,7 +33,7 @@ class LineScheduler {
   }
   __device__ void claim() {}
 
-  // Of the part: its sequence, its blocks of keys, and where its partial results go; null: it is a whole item.
+  // The sequence of the part, its blocks of keys, and the address of its partial results; null: it is a whole item.
   __device__ const DecodeSequence& sequence() const { return walk_.s; }
   __device__ int begin() const { return walk_.tile; }
   __device__ int end() const { return walk_.end; }

@@ -24,7 +24,7 @@ struct ForwardSm90Kernel<T, Variant>::CachedBlocks {
     only_block = cache.table ? -1 : row;
   }
 
-  // What the table says, which may lie outside the pool, and the row within the page.
+  // The table's block, which may lie outside the pool, and the row within the page.
   struct Place {
     int block, row;
   };
@@ -72,9 +72,9 @@ struct ForwardSm90Kernel<T, Variant>::CachedProducer {
   PipelineState<kWorkTiles> next_tile;
   PipelineState<kQueryStages> query;
   PipelineState<kStages> key;
-  // Of the tile whose queries are loaded or being loaded:
+  // The tile of the queries that are loaded or being loaded:
   int batch, head, first_query, begin, end, tile_stage;
-  int row_block;  // the first whose queries are not loaded yet
+  int row_block;  // the first one without loaded queries
 
   __device__ __forceinline__ bool is_complete(uint64_t* barrier, unsigned parity) const {
     return __shfl_sync(~0u, test_wait(barrier, parity), 0);
@@ -214,7 +214,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::clear_unseen_values(Shared& share
 }
 
 // Rows of packed queries that belong to no sequence, or that do not count, get a result of 0 and an lse of -inf. There may be
-// many behind the last sequence, which all CTAs share.
+// many such rows after the last sequence: all CTAs share them.
 template <class T, class Variant>
 __device__ void ForwardSm90Kernel<T, Variant>::clear_unused_rows(const Arguments& a, int lane) {
   const AttentionProblem& problem = a.cached.problem;

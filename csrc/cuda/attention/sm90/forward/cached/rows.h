@@ -1,4 +1,4 @@
-// How the rows of a call over cached keys fill tiles of the Hopper kernel.
+// The rows of a call over cached keys in tiles of the Hopper kernel.
 #pragma once
 
 #include "../../../../../core/integer.h"
@@ -23,7 +23,7 @@ inline int cached_group_shift_of(const AttentionProblem& p, int tile_rows) {
   return cached_group_shift(p, most);
 }
 
-// How many tiles of `tile_rows` rows read the same keys: those of the longest sequence, of all heads that share keys.
+// The number of tiles of `tile_rows` rows that read the same keys: of the longest sequence and all heads that share keys.
 inline int64_t cached_tiles_per_key(const AttentionProblem& p, int tile_rows) {
   const int shift = cached_group_shift_of(p, tile_rows);
   return (p.heads / p.key_heads >> shift) * ceil_div(p.queries << shift, int64_t{tile_rows});
