@@ -22,7 +22,7 @@ from ._checks import has_tangent
 from ._ops import _fragment, below_autograd, call_below, ops, surfaced, without_autocast
 from ._policy import traced_by_jit
 
-_any_transforms = torch._C._are_functorch_transforms_active
+_any_transforms, _is_grad_enabled = torch._C._are_functorch_transforms_active, torch.is_grad_enabled
 _is_key_included, _BATCHED_GRADIENTS = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._parse_dispatch_key("VmapMode")
 
 
@@ -157,6 +157,36 @@ def differentiable(description: type[Description], compute=None):
 
     call.__doc__ = description.__doc__
     return call
+
+
+def lean(name: str, run, run_backward, derived_backward):
+    """Returns `apply(*tensors, options) -> result`, the short form of `differentiable` for eager calls outside torch.func and
+    forward mode. Each input and output of a Function costs time, and so does each line of its `backward`, which on CUDA runs in
+    a thread of autograd's own.
+
+    `run(*tensors, options)` returns (result, saved tensors, options of the backward pass). `run_backward(grad, *saved,
+    *options)` is an operator and returns the gradients of `tensors`. `derived_backward` is its differentiable form, for
+    create_graph=True. `name` is the Function's.
+    """
+
+    def forward(ctx, *inputs):
+        result, saved, ctx.options = run(*inputs)
+        ctx.save_for_backward(*saved)
+        return result
+
+    def backward(ctx, grad):
+        saved = ctx.saved_tensors
+        if _is_grad_enabled():
+            grads = derived_backward(grad, *saved, *ctx.options)
+        else:
+            try:
+                grads = run_backward(grad, *saved, *ctx.options)
+            except RuntimeError as error:
+                raise surfaced(error, grad) from None
+        return (*grads, None) if type(grads) is tuple else (grads, None)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return plain_apply(type(Function)(name, (Function,), members))  # grad_fn has the name that the class is created with
 
 
 def composite(operator: torch._ops.OpOverloadPacket):

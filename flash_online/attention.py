@@ -18,7 +18,7 @@ from ._autograd import (
     differentiable,
     dispatch,
     dispatches,
-    plain_apply,
+    lean,
     requires_grad,
     unwrap_if_dead,
 )
@@ -173,7 +173,7 @@ def attention(
 # | path                | tensors                    | options               | derivatives                            |
 # |---------------------|----------------------------|-----------------------|----------------------------------------|
 # | _run_inference      | plain (try_fast_path)      | causal, scale         | none                                   |
-# | _PlainAttention     | plain (try_fast_path)      | causal, scale         | autograd, outside torch.func           |
+# | _lean_attention     | plain (try_fast_path)      | causal, scale         | autograd, outside torch.func           |
 # | attention_inference | canonicalized              | causal, scale         | none, or the dispatcher's              |
 # | _attention          | canonicalized              | all                   | all                                    |
 
@@ -218,7 +218,7 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
     try:
         if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             tensors = unwrap_if_dead(query), unwrap_if_dead(key), unwrap_if_dead(value)
-            return _apply_plain(*tensors, (causal, scale, tf32))
+            return _lean_attention(*tensors, (causal, scale, tf32))
         return _run_inference(query, key, value, causal, scale, tf32)
     except RuntimeError as error:
         raise surfaced(error, query) from None
@@ -243,34 +243,11 @@ def _shapes_fit(shape: torch.Size, key_shape: torch.Size, value_shape: torch.Siz
     return groups and key_heads > 0 and value_heads > 0 and heads > 0 and heads % key_heads == heads % value_heads == 0
 
 
-class _PlainAttention(torch.autograd.Function):
-    """Attention for the calls of `try_fast_path`, with `out` as its only output: autograd's bookkeeping costs time per input
-    and per output, and Python in `backward`, which on CUDA runs in autograd's own thread, costs more than elsewhere.
-    """
-
-    @staticmethod
-    def forward(ctx, query, key, value, options):
-        causal, scale, tf32 = options
-        out, stats = _run_training(query, key, value, causal, scale, tf32)
-        ctx.save_for_backward(query, key, value, out, stats)
-        ctx.options = causal, scale, _is_deterministic(), tf32
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        saved = ctx.saved_tensors
-        if _is_grad_enabled():
-            query, key, value, out, stats = saved
-            causal, scale, deterministic, tf32 = ctx.options
-            grad_query, grad_key, grad_value = _training_backward(
-                grad_out, query, key, value, out, stats, causal, scale, deterministic, tf32
-            )
-        else:
-            try:
-                grad_query, grad_key, grad_value = _run_training_backward(grad_out, *saved, *ctx.options)
-            except RuntimeError as error:
-                raise surfaced(error, grad_out) from None
-        return grad_query, grad_key, grad_value, None
+def _train(query, key, value, options):
+    """The forward pass of `lean` for the calls of `try_fast_path`: `out` is its only output."""
+    causal, scale, tf32 = options
+    out, stats = _run_training(query, key, value, causal, scale, tf32)
+    return out, (query, key, value, out, stats), (causal, scale, _is_deterministic(), tf32)
 
 
 # For fast paths. Tensors that torch.export traces without Dynamo are not plain.
@@ -282,7 +259,6 @@ _NUMBERS = (float, int)
 _is_deterministic = torch.are_deterministic_algorithms_enabled
 _run_inference, _run_training = below_autograd(ops.attention_inference), below_autograd(ops.attention_training)
 _run_training_backward = below_autograd(ops.attention_training_backward)
-_apply_plain = plain_apply(_PlainAttention)
 
 
 def attention_impl(
@@ -531,3 +507,6 @@ def _training_backward(grad_out, query, key, value, out, stats, causal, scale, d
     options = plain_options(causal, scale, tf32)
     grads = ops.attention_backward.default(*tensors, *options.for_backward(False, deterministic))
     return grads[:3]
+
+
+_lean_attention = lean("LeanAttention", _train, _run_training_backward, _training_backward)

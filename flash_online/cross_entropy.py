@@ -8,7 +8,6 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import _reduction
 
 from . import _checked, _policy
@@ -18,7 +17,7 @@ from ._autograd import (
     differentiable,
     dispatches,
     is_differentiated,
-    plain_apply,
+    lean,
     unwrap_if_dead,
     without_derivative,
 )
@@ -201,28 +200,12 @@ def _loss_backward(grad, numbers, input, target, weight, ignore_index, label_smo
 without_derivative(ops.cross_entropy_backward_, "it overwrites its input")
 
 
-class CrossEntropyLoss(Function):
-    """(input, (target, weight, ignore_index, label_smoothing, mean, dtype)) -> the mean or the sum of CrossEntropy's losses, a
-    scalar of `dtype`, with one operator in each direction instead of six. It does not support torch.func, forward-mode AD, or a
-    gradient of the target or the weight: they are not inputs for autograd, as each input costs time in both directions."""
-
-    @staticmethod
-    def forward(ctx, input, options):
-        loss, numbers = _run_loss(input, *options)
-        target, weight, ignore_index, label_smoothing, _, _ = options
-        ctx.save_for_backward(numbers, input, target, weight)
-        ctx.row_options = ignore_index, label_smoothing
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad):
-        saved = ctx.saved_tensors
-        if is_grad_enabled():  # create_graph=True
-            return _loss_backward(grad, *saved, *ctx.row_options), None
-        try:
-            return _run_loss_backward(grad, *saved, *ctx.row_options), None
-        except RuntimeError as error:
-            raise surfaced(error, grad) from None
+def _train(input, options):
+    """The forward pass of `lean` for the mean or the sum of CrossEntropy's losses, a scalar of `dtype`: one operator in each
+    direction instead of six. The target and the weight have no gradient here: they are options, not inputs for autograd."""
+    target, weight, ignore_index, label_smoothing, _, _ = options
+    loss, numbers = _run_loss(input, *options)
+    return loss, (numbers, input, target, weight), (ignore_index, label_smoothing)
 
 
 def _reduced_loss(input, target, weight, *options) -> Tensor:
@@ -230,7 +213,7 @@ def _reduced_loss(input, target, weight, *options) -> Tensor:
         weight = weight.to(accumulator_of(input.dtype)).contiguous()
     try:
         if input.requires_grad and is_grad_enabled():
-            return _apply_loss(unwrap_if_dead(input), (target, weight, *options))
+            return _lean_loss(unwrap_if_dead(input), (target, weight, *options))
         return _run_loss(input, target, weight, *options)[0]
     except RuntimeError as error:
         check_index("ignore_index", options[0])  # the dispatcher's error for an int beyond 64 bits names no limit
@@ -240,7 +223,7 @@ def _reduced_loss(input, target, weight, *options) -> Tensor:
 
 
 _run_loss, _run_loss_backward = below_autograd(ops.cross_entropy_loss), below_autograd(ops.cross_entropy_loss_backward)
-_apply_loss = plain_apply(CrossEntropyLoss)
+_lean_loss = lean("LeanLoss", _train, _run_loss_backward, _loss_backward)
 
 
 def try_fast_cross_entropy(input, target, weight, ignore_index, reduction: str, label_smoothing) -> Tensor | None:
@@ -259,7 +242,7 @@ def try_fast_cross_entropy(input, target, weight, ignore_index, reduction: str, 
 
 
 def _reduces_at_once(input, target, weight, dtype) -> bool:
-    """Returns whether CrossEntropyLoss can compute a reduced loss without z-loss."""
+    """Returns whether `_lean_loss` can compute a reduced loss without z-loss."""
     return (
         not dispatches()
         and input.numel() > 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _policy
-from ._autograd import Description, differentiable, plain_apply, unwrap_if_dead
+from ._autograd import Description, differentiable, lean, unwrap_if_dead
 from ._canonicalize import autocasts
 from ._checks import check_dim, check_dtype, check_flag, check_floating, check_index, check_tensor
 from ._ops import InvalidArgument, accumulator_of, below_autograd, ops, surfaced
@@ -129,36 +129,19 @@ def try_fast_softmax(name: str, input, dim, log: bool) -> Tensor | None:
     options = (dim, log, input.dtype)
     try:
         if input.requires_grad and is_grad_enabled():
-            return _apply_plain(unwrap_if_dead(input), options)
+            return _lean_softmax(unwrap_if_dead(input), options)
         return _run(input, *options)
     except RuntimeError as error:
         raise surfaced(error, input) from None
 
 
-class _PlainSoftmax(torch.autograd.Function):
-    """Softmax for the calls of `try_fast_softmax`, without support for torch.func. On CUDA `backward` runs in autograd's own
-    thread, where Python costs more than elsewhere."""
-
-    @staticmethod
-    def forward(ctx, input, options):
-        output = _run(input, *options)
-        ctx.save_for_backward(output)
-        ctx.options = options
-        return output
-
-    @staticmethod
-    def backward(ctx, grad):
-        (output,) = ctx.saved_tensors
-        if is_grad_enabled():
-            return _softmax_backward(grad, output, *ctx.options), None
-        try:
-            return _run_backward(grad, output, *ctx.options), None
-        except RuntimeError as error:
-            raise surfaced(error, grad) from None
+def _train(input, options):
+    output = _run(input, *options)
+    return output, (output,), options
 
 
 _run, _run_backward = below_autograd(ops.softmax_forward), below_autograd(ops.softmax_backward)
-_apply_plain = plain_apply(_PlainSoftmax)
+_lean_softmax = lean("LeanSoftmax", _train, _run_backward, _softmax_backward)
 
 
 def softmax_impl(name: str, input, dim, dtype, log: bool) -> Tensor:

@@ -16,25 +16,25 @@ CALLS = {
         lambda x: flash_online.softmax(x, -1),
         lambda x: TF.softmax(x, -1),
         (3, 4),
-        "_PlainSoftmaxBackward",
+        "LeanSoftmaxBackward",
     ),
     "log_softmax": (
         lambda x: flash_online.log_softmax(x, 0),
         lambda x: TF.log_softmax(x, 0),
         (3, 4),
-        "_PlainSoftmaxBackward",
+        "LeanSoftmaxBackward",
     ),
     "cross_entropy": (
         lambda x: flash_online.cross_entropy(x, TARGET.to(x.device)),
         lambda x: TF.cross_entropy(x, TARGET.to(x.device)),
         (3, 4),
-        "CrossEntropyLossBackward",
+        "LeanLossBackward",
     ),
     "attention": (
         lambda x: flash_online.attention(x, x, x, causal=True),
         lambda x: TF.scaled_dot_product_attention(x, x, x, is_causal=True),
         (2, 3, 5, 8),
-        "_PlainAttentionBackward",
+        "LeanAttentionBackward",
     ),
 }
 pytestmark = pytest.mark.parametrize("name", CALLS)
