@@ -499,7 +499,7 @@ def test_the_family_page_quotes_its_arithmetic(modules):
     v1, v2 = (family.asked(name, sizes, False, {"ctas_per_head": 1}) for name in ("v1", "v2"))
     assert f"version 1 reads {number(v1.read / 1e9)} GB and writes {number(v1.written / 1e9)} GB" in text
     assert f"version 2 reads {number(v2.read / 1e9)} GB and writes {number(v2.written / 1e9)} GB" in text
-    assert f"DRAM gives each tensor once: {number(family.least(sizes).read / 1e9)} GB" in text
+    assert f"DRAM delivers each tensor once: {number(family.least(sizes).read / 1e9)} GB" in text
     per_head = 4096 * (2 * 128 + 4 * (128 + 2))
     assert f"{per_head / 1e6:.1f} MB of $Q$, $O$, $m$ and $l$ per head, {64 * per_head / 1e6:.0f} MB in all" in text
 

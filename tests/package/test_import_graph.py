@@ -10,6 +10,7 @@ import flash_online
 
 PACKAGE = Path(flash_online.__file__).parent
 MODULES = {path.stem: path for path in PACKAGE.glob("*.py")}
+FOLDERS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}  # of which __init__ names one for type checkers
 
 
 def imported(path: Path) -> set[str]:
@@ -27,7 +28,8 @@ def imported(path: Path) -> set[str]:
             if module:
                 found.add(module)
             else:
-                found |= {alias.name if alias.name in (*MODULES, "_introspect") else "__init__" for alias in node.names}
+                names = {alias.name for alias in node.names} - (FOLDERS if path.stem == "__init__" else set())
+                found |= {name if name in (*MODULES, "_introspect") else "__init__" for name in names}
     return found - {"_introspect"}  # the extension module, which imports nothing
 
 

@@ -74,7 +74,7 @@ OURS |= {
     for t in TRANSFORMS
 }
 # Forward mode and second derivatives of packed sequences go sequence by sequence, by numbers that a tracer has not.
-BY_SEQUENCE = ((NotImplementedError, UNSUPPORTED, torch._dynamo.exc.BackendCompilerFailed), "cu_seqlens: expected numbers")
+BY_SEQUENCE = ((NotImplementedError, UNSUPPORTED, torch._dynamo.exc.BackendCompilerFailed), "cu_seqlens: expected values")
 for case in ("varlen", "varlen causal sinks lse", "raw attention_varlen_forward", "raw attention_varlen_backward"):
     differentiated = TRANSFORMS.keys() - {"vmap"} if case.endswith("backward") else {*FORWARD_MODE, *SECOND}
     OURS |= {
