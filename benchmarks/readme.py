@@ -8,38 +8,15 @@ from .attention.summary import CUDNN, EFFICIENT, FA3, VARLEN
 from .summary import DIRECTIONS, FLASH, OURS
 from .tables import heading, pair, table, times
 
-# The rows of each record in the README, and their names there
+# The rows of each record in the README, and their names there: eight, the weak ones among them. The pages have all.
 OF_ATTENTION = {
-    ("plain", "E 64, causal"): "causal, head dim 64",
     ("plain", "E 128, causal"): "causal, head dim 128",
-    ("plain", "E 256, causal"): "causal, head dim 256",
     ("features", "bool mask"): "bool mask",
-    ("features", "bias with gradient"): "bias with gradient",
-    ("features", "window"): "window",
-    ("features", "E 512"): "head dim 512",
-    ("features", "float32"): "float32",
     ("packed", "128 to 4096"): "packed sequences",
 }
-OF_ROWS = (
-    ("softmax", "short rows", "bfloat16"),
-    ("softmax", "long rows", "bfloat16"),
-    ("cross_entropy", "long rows", "bfloat16"),
-    ("topk_softmax", "long rows", "float32"),
-)
-OF_CPU = (
-    ("attention", "full", "float32"),
-    ("attention", "causal", "bfloat16"),
-    ("softmax", "long rows", "float32"),
-    ("cross_entropy", "long rows", "float32"),
-)
-
-
-OF_DECODE = {
-    "plain": "decoding, contiguous caches",
-    "paged": "decoding, pages",
-    "options": "decoding, windows, sinks, lengths, head dims",
-    "prefill": "prefill in chunks over cached keys",
-}
+OF_DECODE = {"plain": "decoding, contiguous caches"}
+OF_ROWS = (("softmax", "short rows", "bfloat16"), ("cross_entropy", "long rows", "bfloat16"))
+OF_CPU = (("attention", "causal", "bfloat16"),)
 
 
 def readme_page(attention: dict, decode: dict, cuda: dict, cpu: dict, training: dict) -> list[str]:
@@ -108,9 +85,9 @@ def _of_functions(record: dict, chosen: tuple[tuple[str, str, str], ...], comman
 
 
 def _of_training(record: dict) -> list[list[str]]:
-    """The shortest and the longest sequences: a step's attention, and the whole step."""
+    """The longest sequences: a step's attention, and the whole step."""
     keys, rows = ("attention_ms", "step_ms"), []
-    for result in record["results"][:: max(1, len(record["results"]) - 1)]:
+    for result in record["results"][-1:]:
         ours, default, fa3 = (
             [result["providers"].get(name, {}).get(key) for key in keys] for name in (OURS, "torch's default", FA3)
         )
