@@ -1,5 +1,5 @@
 # Every target builds in .venv first, where anything changed: .ci/setup. `make demo ARGS=--quick` and `make bench ARGS="rows --list"` hand
-# arguments on; `make tables` writes every table and figure of the docs from the committed records.
+# arguments on; `make tables` writes every table and figure of the docs from the committed records, and docs/api.md from the docstrings.
 SOURCES := CMakeLists.txt setup.py pyproject.toml requirements.txt .ci/setup $(shell find csrc -type f)
 # Processes that run tests; the memory of a GPU allows more than two.
 WORKERS ?= 2
@@ -8,7 +8,7 @@ WORKERS ?= 2
 demo: .venv/built ; .venv/bin/python -m flash_online demo $(ARGS)
 test: .venv/built ; .venv/bin/python -m pytest --timeout 300 -n $(WORKERS) --dist worksteal $(ARGS)
 bench: .venv/built ; .venv/bin/python -m flash_online bench $(or $(ARGS),rows)
-tables: .venv/built ; .venv/bin/python -m flash_online bench docs
+tables: .venv/built ; .venv/bin/python -m flash_online bench docs && .venv/bin/python docs/api_page.py
 # The pages as a site, in build/docs; a link that leads nowhere is an error. It takes Python 3.11.5 or newer.
 docs: .venv/built ; NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build $(ARGS)
 lint: .venv/built ; .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/clang-format --dry-run -Werror $$(find csrc tests/unit/device_on_host -type f -not -name '*.in' -not -name '*.pyc') $$(find benchmarks -name '*.cu')
