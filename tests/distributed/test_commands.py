@@ -19,6 +19,7 @@ def start(ranks: int, *words: object, program: tuple[str, ...] = ("-m", "flash_o
     return subprocess.run([*command, *map(str, words)], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_check(ranks):
     """Three ranks divide neither the query heads nor the key heads."""
@@ -42,6 +43,7 @@ def test_check_finds_what_is_wrong(monkeypatch, capsys):
     assert "WRONG  causal, ulysses, zigzag: rank 0: out, dquery, dkey, dvalue" in lines
 
 
+@pytest.mark.slow
 def test_bench(tmp_path):
     pytest.importorskip("tqdm")
     if not (ROOT / "benchmarks" / "run.py").is_file():
@@ -56,6 +58,7 @@ def test_bench(tmp_path):
         assert all(0 < entry["best_ms"] <= entry["ms"] for entry in result["providers"].values())
 
 
+@pytest.mark.slow
 def test_the_example_of_long_context(tmp_path):
     """Context parallelism and FSDP2 have the losses of one rank."""
     pytest.importorskip("transformers")

@@ -234,6 +234,7 @@ def test_numbers_under_the_normal_ones(name, heads, mask):
                 torch.testing.assert_close(got[:, head].double(), want[:, head], rtol=0.0, atol=close)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", LESSER_SETS)
 def test_lesser_instruction_sets(instruction_set):
     skip_unless_lesser(instruction_set)

@@ -122,7 +122,6 @@ WRONG = {
     "pages: an entry inside a window": ("block_table", pages(ints(8, 8), window=(0, None))),
     "a length below 0": ("cache_seqlens", cached(ints(-1, 3))),
     "a length beyond the capacity": ("cache_seqlens", cached(ints(3, 10))),
-    "a length for all beyond the capacity": ("cache_seqlens", cached(10)),
     "no room for new keys": ("cache_seqlens", appended(ints(3, 9))),
     "no room where all is full": ("cache_seqlens", appended(None)),
     "a row that the cache lacks": ("cache_batch_idx", cached(ints(3, 9), cache_batch_idx=ints(0, 2))),

@@ -124,6 +124,7 @@ def test_equal_scores(device, dtype, classes):
     assert (flash_online.softmax(x, 1, dtype=torch.float32) == 1 / classes).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])
 def test_lesser_instruction_sets(instruction_set):
     """The tests above on the CPU."""

@@ -26,6 +26,7 @@ def test_random_problems(cache_device, first):
         problem.check_append(flash_online.cache_append, cache_device, slots=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])
 def test_lesser_instruction_sets(instruction_set):
     skip_unless_lesser(instruction_set)
@@ -62,6 +63,7 @@ def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(cache_device, dtyp
 LONG = ((1500, 1, 1), (0, 1, 1), (257, 1, 1), (2999, 1, 1))  # several pieces, one, a piece of one key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [None, 1, 5, 300])
 @pytest.mark.parametrize(
     "problem",

@@ -281,6 +281,7 @@ def long_chunks(request, monkeypatch):
         monkeypatch.setattr(_linear_cross_entropy_ops, "_CHUNK_BYTES", {"cpu": 1, "cuda": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", NARROW_DTYPES, ids=str)
 @pytest.mark.parametrize("classes", [7, 1000, 50257])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

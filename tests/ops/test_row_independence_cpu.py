@@ -152,6 +152,7 @@ def test_gradients_of_a_head_do_not_depend_on_other_heads_or_sequences(dtype, na
         assert torch.equal(a, b), f"gradient of {which} differs by {(a.double() - b.double()).abs().max().item():.3g}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512"])
 def test_lesser_instruction_sets(instruction_set):
     skip_unless_lesser(instruction_set)

@@ -707,6 +707,7 @@ def fake_fa3():
     return types.SimpleNamespace(fwd=fwd, bwd=bwd)
 
 
+@pytest.mark.slow
 def test_every_provider_solves_the_cells_problem(modules, monkeypatch):
     """The quick cells, with a stand-in for FlashAttention-3, whose layout is another."""
     measure, peers = modules["attention.measure"], modules["attention.peers"]
@@ -818,6 +819,7 @@ def aligned(lines):
     return True
 
 
+@pytest.mark.slow
 def test_a_quick_run_of_attention_and_its_pages(modules, attention_record, tmp_path):
     record, cells = attention_record, modules["attention.cases"].QUICK
     assert record["wrong"] == 0 and len(record["results"]) == len(cells)
@@ -938,6 +940,7 @@ def fake_cached_peers():
     return types.SimpleNamespace(fwd=fwd), flashinfer
 
 
+@pytest.mark.slow
 def test_every_provider_of_cached_keys_solves_the_cells_problem(modules, monkeypatch):
     """The quick cells, with stand-ins for the peers that are not installed."""
     measure, cases = modules["decode.measure"], modules["decode.cases"]
@@ -1030,6 +1033,7 @@ def test_the_targets_and_means_of_cached_keys(modules):
     assert any(line.startswith("| Contiguous caches | 2 | 50 | 1.00 | 1.20 | - | 0.77 | 0.50 (") for line in lines)
 
 
+@pytest.mark.slow
 def test_a_quick_run_of_cached_keys_and_its_page(modules, decode_record, tmp_path):
     cells = modules["decode.cases"].QUICK
     assert decode_record["wrong"] == 0 and len(decode_record["results"]) == len(cells)
@@ -1051,6 +1055,7 @@ def test_a_quick_run_of_cached_keys_and_its_page(modules, decode_record, tmp_pat
     assert (tmp_path / "decode.png").stat().st_size > 10000
 
 
+@pytest.mark.slow
 def test_arguments_are_checked():
     """Each command knows its own flags alone, and a part of the cases never overwrites a committed record."""
 
@@ -1132,6 +1137,7 @@ def test_the_pages_show_the_committed_results():
     bench("docs", "--check", check=True)
 
 
+@pytest.mark.slow
 def test_training_step(tmp_path, modules):
     """One small step of each provider, beside torch's result; the table of measured ones."""
     pytest.importorskip("tqdm")
@@ -1151,6 +1157,7 @@ def test_training_step(tmp_path, modules):
     assert modules["attention_pages"].training_page(record)[-1] == "| 32 | 9 / 30 | 6 / 25 | 1.50 / 1.20 |"
 
 
+@pytest.mark.slow
 def test_models_of_transformers(tmp_path, modules):
     """Tiny models by each implementation, compared with eager's result; the table of measured ones."""
     pytest.importorskip("tqdm"), pytest.importorskip("transformers")

@@ -133,6 +133,13 @@ def test_build_info_of_a_library_that_is_not_loaded(tmp_path):
         _introspect.build_info(str(tmp_path / "none.so"))
 
 
+def test_constants_that_python_repeats():
+    header = REPOSITORY / "csrc/cuda/rows/rows.h"
+    if not header.is_file():
+        pytest.skip("not a checkout")
+    assert int(re.search(r"kFewLosses = (\d+);", header.read_text())[1]) == _ops._FEW_LOSSES
+
+
 # ---- it loads and works ----------------------------------------------------------------------------------------------------
 PROGRAM = """
 import json, torch

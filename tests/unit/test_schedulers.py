@@ -181,6 +181,7 @@ def packed_tiles_in_order(lengths, key_lengths, heads, group, level_keys, ctas):
     return order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [0, 1])
 @pytest.mark.parametrize("levels", [False, True])
 @pytest.mark.parametrize("name", LENGTHS)

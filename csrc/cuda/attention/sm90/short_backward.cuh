@@ -167,7 +167,7 @@ struct ShortBackwardSm90Kernel {
     __syncthreads();
   }
 
-  // Joins the parts of the query 8 * j + 2 * lane_in_quad() + e: those of two lanes eight apart, then those of all warps.
+  // Returns the join of x over all keys of `query`: over the lanes of the warp that hold it, then over all warps.
   template <class Join>
   __device__ __forceinline__ float join_parts(float x, int query, Join&& join) const {
 #pragma unroll
