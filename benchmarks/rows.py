@@ -63,8 +63,8 @@ class Truth:
             self.rows = torch.linspace(0, sizes["rows"] - 1, count).long()
 
     def checked_grad(self, grad):
-        """The output's gradient for the checked step: 0 at unchecked queries, whose contributions the expected gradients
-        lack."""
+        """The output's gradient for the checked step: 0 at unchecked queries, since the expected gradients have no
+        contributions of these."""
         if self.case.family != "attention" or len(self.rows) == grad.shape[-2]:
             return grad
         only = torch.zeros_like(grad)

@@ -46,8 +46,8 @@ def over_best(providers: dict[str, dict]) -> dict | None:
 
 def noise(results: list[dict]) -> float | None:
     """The baseline's median time over its least time: little above 1 on a quiet machine. If far above 1, scheduling dominates
-    the times of short calls. The least is taken over the whole run, since a case may have no quiet moment; for the copy, whose
-    size differs by case, it is taken per case.
+    the times of short calls. The least is taken over the whole run, since a case may have no quiet moment. The copy's least
+    time is taken per case, since its size differs by case.
     """
     rates = [(r["dtype"], r["matmul"]) for r in results if "matmul" in r]
     best = {dtype: max(rate["best_gflop_per_s"] for other, rate in rates if other == dtype) for dtype, _ in rates}

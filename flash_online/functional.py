@@ -81,7 +81,7 @@ _torch_cross_entropy = ORIGINALS["cross_entropy"]
 def _is_passed_on(*arguments: object) -> bool:
     """Returns whether a call with these arguments, one of which has_torch_function, goes through torch's protocol: a
     TorchFunctionMode is active, or there is an object such as torch.fx's Proxy. Subclasses of Tensor are forwarded to torch's
-    function instead, which their __torch_function__ handles."""
+    function instead, and their __torch_function__ handles it."""
     if torch._C._is_torch_function_mode_enabled():
         return True
     return any(hasattr(type(value), "__torch_function__") and not isinstance(value, Tensor) for value in arguments)

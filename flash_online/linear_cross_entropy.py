@@ -322,11 +322,11 @@ def check_linear_cross_entropy(
     if linear_weight.dim() < 2:
         raise InvalidArgument(f"{weight_name}: expected [C, H] or [C, d_1, ..., d_K, H], got {list(linear_weight.shape)}")
     (*batch, hidden), (classes, *positions, weight_hidden) = input.shape, linear_weight.shape
-    beside = f"with input {list(input.shape)} and {weight_name} {list(linear_weight.shape)}"
+    shapes = f"with input {list(input.shape)} and {weight_name} {list(linear_weight.shape)}"
     if is_known(weight_hidden != hidden):
         raise InvalidArgument(f"{weight_name}: expected input's width (last dimension) {hidden}, got {weight_hidden}")
     if linear_bias is not None and differ(linear_bias.shape, [classes, *positions]):
-        raise InvalidArgument(f"linear_bias: expected {[classes, *positions]} {beside}, got {list(linear_bias.shape)}")
+        raise InvalidArgument(f"linear_bias: expected {[classes, *positions]} {shapes}, got {list(linear_bias.shape)}")
     if positions and not batch:
         raise InvalidArgument(
             f"input: expected [N, {hidden}] with {weight_name} {list(linear_weight.shape)}, got {list(input.shape)}"
@@ -347,7 +347,7 @@ def check_linear_cross_entropy(
             raise InvalidArgument(f"{name}: expected input's dtype {input.dtype}, got {tensor.dtype}")
     if not probabilities and differ(target.shape, rows) and (batch or differ(target.shape, [1])):
         raise InvalidArgument(
-            f"target: expected {rows} for class indices or {table} for class probabilities {beside}, got {list(target.shape)}"
+            f"target: expected {rows} for class indices or {table} for class probabilities {shapes}, got {list(target.shape)}"
         )
     if probabilities and not target.is_floating_point():
         raise InvalidArgument(f"target: expected a floating dtype for class probabilities {table}, got {target.dtype}")

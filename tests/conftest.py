@@ -16,15 +16,16 @@ from flash_online import _policy
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
-    if why_no_cuda() is None:
+    reason = why_no_cuda()
+    if reason is None:
         return
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if len(on_gpu) < len(items):  # else the run asks for nothing but these, and is told that they are skipped
+    if len(on_gpu) < len(items):
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=on_gpu)
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=why_no_cuda()))
+    else:  # the run asks for tests of a GPU alone, and is told why they do not run
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -229,7 +229,7 @@ def register_dtensor() -> None:
       stays with its key head (the shards divide the key heads, or key and query heads are equal in number), with mask, slopes
       and sinks sharded alike; varlen_attention: sharded heads;
     - merge_attention, softmax, log_softmax, logsumexp, topk_softmax: every dimension but the reduced one;
-    - cross_entropy: every dimension but the classes; linear_cross_entropy: the rows, with a whole weight, whose gradient is
+    - cross_entropy: every dimension but the classes; linear_cross_entropy: the rows, if the weight is whole; its gradient is
       then a pending sum (Partial). A mean or sum of losses is a sum over ranks, as usual in torch.
 
     Placements that need another communication are refused by name: a sharded sequence, class dimension or weight, a pending

@@ -62,7 +62,7 @@ def start_all_gather(tensor: Tensor, group: Group) -> Tensor:
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
-    """The sum over ranks of [ranks * n, ...], of which each rank gets its [n, ...], after `wait`."""
+    """Starts the sum over ranks of [ranks * n, ...]. After `wait`, each rank has its own [n, ...] of the sum."""
     return _c10d.reduce_scatter_tensor.default(tensor.contiguous(), "sum", group.ranks, group.name)
 
 

@@ -26,7 +26,7 @@ from .._ops import accumulator_of, ops
 from ..cross_entropy import cross_entropy_rows
 from ..linear_cross_entropy import _capped
 
-ELSEWHERE = -1  # the target of a row whose class is not in the shard
+ELSEWHERE = -1  # the target of a row if the shard lacks its class
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # integers as wide as the accumulator
 
 

@@ -288,7 +288,6 @@ def test_rows_of_padding(dtype, sizes):
     problem.mask[:, :, :70] = -1e9
     problem.mask[:, :, 100] = -1e9
     problem.grad[:, :, :40] = 0
-    problem.level = 1.0
     out, _, grads = problem.truth()
     ours, _, own = problem.ours()
     masked = [*range(70), 100]
@@ -314,8 +313,8 @@ def test_large_rows_repeat_bit_for_bit(dtype, deterministic):
     )
 
 
-def test_large_rows_beside_others():
-    """The rows of the other sequences keep their bits."""
+def test_large_rows_leave_other_sequences_as_they_are():
+    """A sequence without large rows keeps its bits."""
     problem = Problem(torch.bfloat16, (300, 257, 128), 1.0, batch=3)
     before = problem.ours(deterministic=True)[2]
     problem.query[1] *= 1e6

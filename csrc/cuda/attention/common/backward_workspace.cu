@@ -403,23 +403,13 @@ __global__ void __launch_bounds__(kRowThreads) reduce_sink_parts_kernel(const __
   if (threadIdx.x % kWarpSize == 0) static_cast<float*>(arguments.gradients.grad_sinks)[plane] = static_cast<float>(sum);
 }
 
-// Calls f with a value of the C++ type of a dtype.
-template <class F>
-void visit_element(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kFloat16: return f(__half{});
-    case DType::kBFloat16: return f(__nv_bfloat16{});
-    default: return f(float{});
-  }
-}
-
 }  // namespace
 
 void prepare_backward(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                       CUstream_st* stream, unsigned* counter, bool scaled_weights) {
   const double keep = scaled_weights ? 1 - problem.dropout : 1;
   if (space.list.count() == 0) return;
-  visit_element(problem.dtype, [&]<class Element>(Element) {
+  visit_element(problem.dtype, [&]<class Element>(Type<Element>) {
     launch<prepare_backward_kernel<Element>>(WorkspaceArguments{.problem = problem,
                                                                 .gradients = gradients,
                                                                 .space = space,
@@ -436,7 +426,7 @@ void convert_dq_accum(const AttentionProblem& problem, const AttentionGradients&
                       CUstream_st* stream, const KvGradParts& parts) {
   if (space.list.count() == 0) return;
   const int64_t part_ctas = parts.cuts.cut_tiles() * ((parts.head_dim + parts.head_dim_v) / (kConvertTiles * 8));
-  visit_element(problem.dtype, [&]<class Element>(Element) {
+  visit_element(problem.dtype, [&]<class Element>(Type<Element>) {
     const WorkspaceArguments arguments{.problem = problem,
                                        .gradients = gradients,
                                        .space = space,

@@ -308,19 +308,28 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns, T>& d, 
   }
 }
 
-// Makes weights of the scores of row (i, half), which may be large, and returns their sum. max: what they are measured from.
-template <int kRows, int kColumns>
-__device__ __forceinline__ float large_weights(Accumulator<kRows, kColumns>& scores, int i, int half, float scale, float max) {
+// Replaces the scores of row (i, half) by their weights, weight(score, j, e) with the score's place in the accumulators, and
+// returns the sum of the lane's own weights.
+template <int kRows, int kColumns, class Weight>
+__device__ __forceinline__ float make_row_weights(Accumulator<kRows, kColumns>& scores, int i, int half, Weight&& weight) {
   float sum = 0;
 #pragma unroll
   for (int j = 0; j < kColumns; ++j)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       float& x = scores[i][j][2 * half + e];
-      x = FastBinary::exp(exponent_below(x, scale, pivot(max)));
+      x = weight(x, j, 2 * half + e);
       sum += x;
     }
   return sum;
+}
+
+// The same for scores that may be large. max: the maximum that they are measured from.
+template <int kRows, int kColumns>
+__device__ __forceinline__ float make_large_row_weights(Accumulator<kRows, kColumns>& scores, int i, int half, float scale,
+                                                        float max) {
+  return make_row_weights(scores, i, half,
+                          [&](float x, int, int) { return FastBinary::exp(exponent_below(x, scale, pivot(max))); });
 }
 
 // The exponent in base 2 of a score's weight, (x + x_low) * scale - (lse + lse_low); x_low is read of compensated scores alone.

@@ -149,20 +149,12 @@ __device__ __forceinline__ void softmax_step(Accumulator<kRowTiles, kColumns>& s
       if (__any_sync(~0u, factor != 1 || is_large)) {
         rescale(i, half, factor);
         if (__any_sync(~0u, is_large)) [[unlikely]] {
-          states[i][half].add(large_weights(scores, i, half, scale, states[i][half].max));
+          states[i][half].add(make_large_row_weights(scores, i, half, scale, states[i][half].max));
           continue;
         }
       }
-      float sum = 0;
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = scores[i][j][2 * half + e];
-          x = states[i][half].weight_of_product(x, scale);
-          sum += x;
-        }
-      states[i][half].add(sum);
+      states[i][half].add(
+          make_row_weights(scores, i, half, [&](float x, int, int) { return states[i][half].weight_of_product(x, scale); }));
     }
 }
 

@@ -211,13 +211,9 @@ struct LargeRowsKernel {
     return row;
   }
 
-  // Scores of kRows queries with a key, and the gradients of their weights before dropout.
-  struct Products {
-    double score[kRows], grad_weight[kRows];
-  };
-  __device__ __forceinline__ void multiply(Products& products, const Head& head, const RowsShared& shared, int64_t key) const {
-    dot(products.score, shared.query[0], kMostColumns, head.key, key);
-    dot(products.grad_weight, shared.grad_out[0], kMostColumns, head.value, key);
+  // Where lse has a query of a head.
+  __device__ int64_t lse_index(const WorkTile& tile, int64_t head, int query) const {
+    return tile.batch * problem.lse_stride[0] + head * problem.lse_stride[1] + tile.sequence.queries.begin + query;
   }
 
   // ---- queries ------------------------------------------------------------------------------------------------------------
@@ -233,6 +229,24 @@ struct LargeRowsKernel {
       return key >= range.begin && key < range.end;
     }
   };
+
+  // Calls f(r, score, derivative, kept, grad_weight) for the rows of the group that see `key`; kept: what dropout multiplies
+  // the weight by; grad_weight: the gradient of the weight that is left.
+  template <class F>
+  __device__ __forceinline__ void for_each_score(const Head& head, const RowsShared& shared, const RowGroup& group, int64_t key,
+                                                 F&& f) const {
+    double products[kRows], grad_weights[kRows];
+    dot(products, shared.query[0], kMostColumns, head.key, key);
+    dot(grad_weights, shared.grad_out[0], kMostColumns, head.value, key);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (!group.sees(head, r, key)) continue;
+      double derivative;
+      const int query = group.queries[r], index = static_cast<int>(key);
+      const double score = head.score(products[r], query, index, derivative);
+      f(r, score, derivative, head.kept(query, index), grad_weights[r]);
+    }
+  }
 
   __device__ void take_queries(unsigned item) {
     RowsShared& shared = *reinterpret_cast<RowsShared*>(memory);
@@ -275,16 +289,9 @@ struct LargeRowsKernel {
     RowState states[kRows];
 #pragma unroll 1
     for (int64_t key = group.begin + thread; key < group.end; key += kThreads) {
-      Products products;
-      multiply(products, head, shared, key);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (!group.sees(head, r, key)) continue;
-        double derivative;
-        const int query = group.queries[r], index = static_cast<int>(key);
-        states[r].add(head.score(products.score[r], query, index, derivative),
-                      products.grad_weight[r] * head.kept(query, index));
-      }
+      for_each_score(head, shared, group, key, [&](int r, double score, double, double kept, double grad_weight) {
+        states[r].add(score, grad_weight * kept);
+      });
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -311,14 +318,11 @@ struct LargeRowsKernel {
   }
 
   __device__ void take_given(Stats& stats, const double* grad_out, const WorkTile& tile, int query) const {
-    const int64_t at =
-        tile.batch * problem.lse_stride[0] + tile.head * problem.lse_stride[1] + tile.sequence.queries.begin + query;
+    const int64_t at = lse_index(tile, tile.head, query);
     if (!problem.lse_low) {
       const double lse = static_cast<const float*>(problem.lse)[at];
       constexpr double kRounding = 0x1p-20;  // of lse and of the products it was made of
       if (!(lse - (stats.max + stats.log_sum) <= kRounding * ::fabs(lse))) {
-        const int64_t (&stride)[4] = problem.out.stride;
-        const ConstView4 view{problem.out.data, {stride[0], stride[1], stride[2], stride[3]}};
         double product[1];
         dot(product, grad_out, 0,
             HeadRows<Element>(as_const(problem.out), tile.batch, tile.head, tile.sequence.queries.begin, problem.head_dim_v),
@@ -345,16 +349,9 @@ struct LargeRowsKernel {
       const int64_t key = first + thread;
       double grads[kRows] = {};
       if (key < group.end) {
-        Products products;
-        multiply(products, head, shared, key);
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          if (!group.sees(head, r, key)) continue;
-          double derivative;
-          const int query = group.queries[r], index = static_cast<int>(key);
-          const double score = head.score(products.score[r], query, index, derivative);
-          grads[r] = WeightAndGrad(score, head.kept(query, index), products.grad_weight[r], stats[r]).grad * derivative;
-        }
+        for_each_score(head, shared, group, key, [&](int r, double score, double derivative, double kept, double grad_weight) {
+          grads[r] = WeightAndGrad(score, kept, grad_weight, stats[r]).grad * derivative;
+        });
       }
       __syncthreads();  // all have done with the keys before
 #pragma unroll
@@ -461,7 +458,7 @@ struct LargeRowsKernel {
 
   // The row statistics that the forward pass has left.
   __device__ Stats given_stats(const WorkTile& tile, int64_t head, int query) const {
-    const int64_t at = tile.batch * problem.lse_stride[0] + head * problem.lse_stride[1] + tile.sequence.queries.begin + query;
+    const int64_t at = lse_index(tile, head, query);
     const auto number = [&](const void* from) { return from ? double{static_cast<const float*>(from)[at]} : 0; };
     const double lse = number(problem.lse);
     const HeadRows<Element> grad_out(gradients.grad_out, tile.batch, head, tile.sequence.queries.begin, problem.head_dim_v),
@@ -627,16 +624,9 @@ struct LargeRowsKernel {
     double sum = 0;
 #pragma unroll 1
     for (int64_t key = first; key < min(last, head.sequence.keys.count); key += kThreads) {
-      Products products;
-      multiply(products, head, shared, key);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (!group.sees(head, r, key)) continue;
-        double derivative;
-        const int index = static_cast<int>(key);
-        const double score = head.score(products.score[r], group.queries[r], index, derivative);
-        sum += WeightAndGrad(score, head.kept(group.queries[r], index), products.grad_weight[r], own[r]).grad;
-      }
+      for_each_score(head, shared, group, key, [&](int r, double score, double, double kept, double grad_weight) {
+        sum += WeightAndGrad(score, kept, grad_weight, own[r]).grad;
+      });
     }
     __syncthreads();  // all have done with the rows
     return sum;
@@ -695,14 +685,9 @@ void add_large_rows(const AttentionProblem& problem, const AttentionGradients& g
                                      .mask_chunks = static_cast<int>(chunks),
                                      .mask_items = static_cast<int>(chunks * size[0] * size[1] * size[2]),
                                      .keep_scale = problem.dropout < 1 ? 1 / (1 - problem.dropout) : 0};
-  const auto start = [&]<class Element>(Type<Element>) {
+  visit_element(problem.dtype, [&]<class Element>(Type<Element>) {
     launch<large_rows_kernel<Element>>(arguments, sm_count(), kThreads, kSharedBytes, stream, true);
-  };
-  switch (problem.dtype) {
-    case DType::kFloat16: return start(Type<__half>{});
-    case DType::kBFloat16: return start(Type<__nv_bfloat16>{});
-    default: start(Type<float>{});
-  }
+  });
 }
 
 }  // namespace flash_online::cuda

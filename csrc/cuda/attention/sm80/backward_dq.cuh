@@ -225,19 +225,10 @@ __global__ void __launch_bounds__(Kernel::kThreads)
   Kernel::run(arguments);
 }
 
-template <int kHeadDim, class F>
-void visit_backward_dq_sm80(const AttentionProblem& problem, F&& f) {
-  switch (problem.dtype) {
-    case DType::kFloat16: return f(Type<__half>{});
-    case DType::kBFloat16: return f(Type<__nv_bfloat16>{});
-    default: f(Type<float>{});
-  }
-}
-
 template <int kHeadDim>
 void AttentionBackwardDqSm80<kHeadDim>::run(const BackwardPass& pass, const BackwardWorkspace& space, CUstream_st* stream) {
   const AttentionProblem& problem = pass.problem;
-  visit_backward_dq_sm80<kHeadDim>(problem, [&]<class Element>(Type<Element>) {
+  visit_element(problem.dtype, [&]<class Element>(Type<Element>) {
     using Kernel = BackwardDqSm80Kernel<Element, kHeadDim>;
     const BackwardDqSm80Arguments arguments{
         .problem = problem,

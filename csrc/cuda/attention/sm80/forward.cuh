@@ -190,26 +190,18 @@ class ForwardSm80Kernel {
             out[i][j][2 * half + 1] *= factor;
           }
           if (__any_sync(~0u, is_large)) [[unlikely]] {
-            states[i][half].add(large_weights(scores, i, half, scale, states[i][half].max));
+            states[i][half].add(make_large_row_weights(scores, i, half, scale, states[i][half].max));
             continue;
           }
         }
         const bool rounds_first = Compensation::kCompensated && is_rounding_large(states[i][half].max);
-        float sum = 0;
-#pragma unroll
-        for (int j = 0; j < kWarpKeys / 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = scores[i][j][2 * half + e];
-            if (rounds_first) [[unlikely]]
-              x = states[i][half].weight(__fmul_rn(x, scale));
-            else if constexpr (Compensation::kCompensated)
-              x = states[i][half].weight_of_product(x, compensation.low[i][j][2 * half + e], scale);
-            else
-              x = states[i][half].weight_of_product(x, scale);
-            sum += x;
-          }
-        states[i][half].add(sum);
+        states[i][half].add(make_row_weights(scores, i, half, [&](float x, int j, int e) {
+          if (rounds_first) [[unlikely]]
+            return states[i][half].weight(__fmul_rn(x, scale));
+          if constexpr (Compensation::kCompensated)
+            return states[i][half].weight_of_product(x, compensation.low[i][j][e], scale);
+          return states[i][half].weight_of_product(x, scale);
+        }));
       }
   }
 

@@ -484,7 +484,7 @@ void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gr
   const int row_tiles = static_cast<int>(tiles_of(size[2])), column_tiles = static_cast<int>(tiles_of(size[3]));
   const int mask_rows = problem.mask.stride[2] == 0 ? 1 : kMaskTile;
   const int mask_bytes = mask_rows * mask_pitch(kMaskTile, static_cast<int>(size_of(problem.mask_dtype)));
-  const auto run = [&]<class Element>(Element) {
+  const auto run = [&]<class Element>(Type<Element>) {
     // A CTA takes as many tiles as leave 16 CTAs per SM; one, if shared memory has no room for two buffers of the mask.
     constexpr int64_t kMostTiles = 16;
     const bool room =
@@ -512,11 +512,7 @@ void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gr
       launch<sum_mask_grad_parts>(arguments, (count + 255) / 256, 256, 0, stream);
     }
   };
-  switch (problem.dtype) {
-    case DType::kFloat16: run(__half{}); break;
-    case DType::kBFloat16: run(__nv_bfloat16{}); break;
-    default: run(float{});
-  }
+  visit_element(problem.dtype, run);
 }
 
 }  // namespace flash_online::cuda
