@@ -2,6 +2,9 @@
 // computes the row statistics; the post-passes convert the dQ accumulator to dQ and reduce the gradient of the sinks.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include "../../../core/scratch.h"
 #include "../../../core/visit.h"
 #include "../large_rows/large_rows.cuh"
