@@ -129,27 +129,6 @@ __device__ __forceinline__ uint4 pack(const float* x) {
   return {w[0], w[1], w[2], w[3]};
 }
 
-// Stores up to a vector of neighbouring elements, by one access where their address allows it.
-template <class T, int kElements>
-__device__ __forceinline__ void store_together(T* to, const float (&x)[kElements]) {
-  constexpr int kBytes = kElements * static_cast<int>(sizeof(T));
-  static_assert(kBytes <= kVectorBytes);
-  if constexpr (kBytes > static_cast<int>(sizeof(T)) && kBytes % 4 == 0 && (kBytes & (kBytes - 1)) == 0) {
-    if (misalignment(to) % kBytes == 0) {
-      float padded[kPerVector<T>] = {};
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) padded[e] = x[e];
-      const uint4 v = pack<T>(padded);
-      if constexpr (kBytes == 4) *reinterpret_cast<unsigned*>(to) = v.x;
-      if constexpr (kBytes == 8) *reinterpret_cast<uint2*>(to) = {v.x, v.y};
-      if constexpr (kBytes == 16) *reinterpret_cast<uint4*>(to) = v;
-      return;
-    }
-  }
-#pragma unroll
-  for (int e = 0; e < kElements; ++e) to[e] = narrow<T>(x[e]);
-}
-
 // A vector of elements that are all -infinity.
 template <class T>
 __device__ __forceinline__ uint4 lowest_vector() {

@@ -9,7 +9,6 @@
 // a_c * -log p_c. dispatch.cuh chooses the kind of row by length and strides.
 #include "../hw/check.cuh"
 #include "dispatch.cuh"
-#include "one_class.cuh"
 #include "rows.h"
 
 namespace flash_online::cuda {
@@ -319,56 +318,6 @@ struct ProbabilityLossBackward : OneTensorOp {
   }
 };
 
-// Rows of one class: the loss is 0 whatever the logit, and so is the gradient, unless a number is not finite. Only then does
-// it matter whether the row is ignored.
-struct OneClassLossBackward {
-  RowProblem problem;
-  __device__ __forceinline__ float operator()(int64_t row, float x, float) const {
-    const FinishedRow finished{{row, 0, row, true}};
-    const float grad_loss = grad_loss_of(problem, finished), grad = (grad_loss - grad_loss) + (x - x);
-    return grad == 0 || checked_class(problem, problem.target[row]) == kIgnored ? 0.0f : grad;
-  }
-};
-
-// The sums of losses and weights of rows of one class, which take no more than their targets.
-constexpr int kOneClassRows = 8;  // of a thread
-template <class T>
-__global__ void __launch_bounds__(kOneClassThreads) one_class_loss_kernel(const __grid_constant__ RowProblem problem) {
-  launch_dependents();
-  grid_dependency_wait();
-  const auto coefficients = ClassCoefficients::of(problem);
-  const int64_t first = int64_t{blockIdx.x} * kOneClassRows * kOneClassThreads + threadIdx.x;
-  const T* const x = static_cast<const T*>(problem.input.data);
-  int64_t target[kOneClassRows];
-  float score[kOneClassRows];
-#pragma unroll
-  for (int i = 0; i < kOneClassRows; ++i) {
-    const int64_t row = first + i * kOneClassThreads;
-    target[i] = row < problem.outer ? problem.target[row] : problem.ignore_index;
-    score[i] = row < problem.outer ? widen(x[row * problem.input.stride[0]]) : 0.0f;
-  }
-  LossSums losses;
-#pragma unroll
-  for (int i = 0; i < kOneClassRows; ++i) {
-    if (checked_class(problem, target[i]) == kIgnored) continue;
-    const float weight = coefficients.weight_of(0);
-    losses.loss.add(weight * (score[i] - score[i]));
-    losses.weight.add(weight);
-  }
-  store_loss_sums<kOneClassThreads / kWarpSize>(losses, static_cast<LossAndWeight*>(problem.loss_sums) + blockIdx.x);
-}
-
-// Queues that kernel; false if it is not what is wanted.
-template <class T>
-bool launch_one_class_loss(const RowProblem& problem, cudaStream_t stream) {
-  const int64_t ctas = ceil_div(problem.outer, int64_t{kOneClassRows} * kOneClassThreads);
-  if (problem.classes != 1 || problem.inner != 1 || problem.target == nullptr || ctas > 0x7fffffff) return false;
-  if (problem.loss_sums == nullptr) return false;
-  *problem.loss_sum_count = ctas;
-  launch_dependent(one_class_loss_kernel<T>, problem, static_cast<unsigned>(ctas), kOneClassThreads, stream);
-  return true;
-}
-
 // ---- the reduction of the losses to one number
 
 constexpr int kReduceThreads = 512;
@@ -447,10 +396,8 @@ void launch(const RowProblem& problem, bool contiguous, cudaStream_t stream, con
 void cross_entropy(const RowProblem& problem, CUstream_st* stream) {
   if (problem.outer == 0 || problem.inner == 0) return;  // a row of no classes has a loss
   const bool contiguous = classes_are_contiguous(problem, {problem.input.stride[1]});
-  visit_type(problem, "cross_entropy", [&]<class T>(Type<T>) {
-    if (!launch_one_class_loss<T>(problem, stream))
-      launch<IndexLoss, ProbabilityLoss, T>(problem, contiguous, stream, "cross_entropy");
-  });
+  visit_type(problem, "cross_entropy",
+             [&]<class T>(Type<T>) { launch<IndexLoss, ProbabilityLoss, T>(problem, contiguous, stream, "cross_entropy"); });
 }
 
 void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream) {
@@ -459,10 +406,6 @@ void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream) {
       classes_are_contiguous(problem, {problem.input.stride[1], problem.grad_input.stride[1],
                                        problem.grad_target.data == nullptr ? 1 : problem.grad_target.stride[1]});
   visit_type(problem, "cross_entropy", [&]<class T>(Type<T>) {
-    const bool plain =
-        problem.target != nullptr && problem.label_smoothing == 0 && problem.loss == nullptr && problem.grad_lse == nullptr;
-    const auto x = rows_of<T>(problem.input);
-    if (plain && launch_one_class(problem, x, x, rows_of<T>(problem.grad_input), OneClassLossBackward{problem}, stream)) return;
     launch<IndexLossBackward, ProbabilityLossBackward, T>(problem, contiguous, stream, "cross_entropy_backward");
   });
 }

@@ -1,5 +1,5 @@
-// Launches the kernels of a row operator: from a problem to the kind of row (loops/row_reduce.cuh) that suits its length and
-// strides. launch_rows, at the end, makes the choice.
+// Launches the kernels of a row operator: from a problem to the kind of row (loops/row_reduce.cuh) that choice.h names for its
+// length, or to rows of any strides. launch_rows, at the end, is what operators call.
 //
 // An operator is a struct that is written once for all kinds of row:
 //   kTensors                 number of input tensors that it reads as rows
@@ -23,13 +23,15 @@
 #pragma once
 
 #include <initializer_list>
+#include <iterator>
+#include <utility>
 
+#include "choice.h"
 #include "loops/block_row.cuh"
 #include "loops/pipelined_row.cuh"
 #include "loops/shared_row.cuh"
 #include "loops/split_row.cuh"
 #include "loops/strided_row.cuh"
-#include "loops/vector_rows.cuh"
 
 namespace flash_online::cuda {
 
@@ -52,6 +54,17 @@ __device__ __forceinline__ RowState resolve_infinity(const Row& row, RowState st
   const bool infinite = state.max == INFINITY;
   if (row.any_sharing_barrier(infinite) && row.count_nan() == 0 && infinite) state.sum = 1;
   return state;
+}
+
+// The operator as choice.h knows it.
+template <class Op>
+constexpr RowOperators row_operator() {
+  if (Op::kReduces && Op::kRare) return kRareReduces;
+  if (Op::kReduces) return Op::kTargets ? kReducesByTargets : kReduces;
+  if (Op::kRare) return Op::kTargets ? kRareWritesByTargets : kRareWrites;
+  if (Op::kTensors == 2) return kWritesFromTwo;
+  if (Op::kTargets) return kWritesByTargets;
+  return Op::kNumbers ? kWritesByScalars : kWrites;
 }
 
 // ---- types and strides of a problem
@@ -186,42 +199,63 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_con
 
 // ---- launches
 
-// The kernel for rows of `vectors` vectors that are too long for blocks, but stay in registers or shared memory; false if they
-// are too long for that too.
-template <class Op, class T, class R>
-bool launch_on_chip(const RowProblem& problem, int64_t vectors, cudaStream_t stream) {
-  bool launched = false;
-  const auto launch_in_registers = [&]<class Group, int kVectors, bool kWords>() {
+// The kernel for a rule of choice.h. False if there are more CTAs than a grid can have.
+template <class Op, class T, class R, RowShape kShape, bool kWhole>
+bool launch_rule(const RowProblem& problem, cudaStream_t stream) {
+  if constexpr (kShape.in_registers) {
+    using Group = RegisterRowGroup<kShape.threads_per_row, kShape.threads>;
+    constexpr bool kWords = sizeof(T) == sizeof(float) && !kWhole && !Op::kRare;
     const int64_t ctas = ceil_div(problem.outer * problem.inner, Group::kRows);
-    if (ctas > 0x7fffffff) return;
-    launch_dependent(register_kernel<Op, Group, kVectors, T, R, kWords>, problem, static_cast<unsigned>(ctas), Group::kThreads,
-                     stream);
-    launched = true;
-  };
-  const auto launch_vectors = [&]<class Group, int kVectors>() {
-    launch_in_registers.template operator()<Group, kVectors, false>();
-  };
-  const bool by_vectors = is_dealt_by_vectors<T>(problem.classes);
-  if constexpr (Op::kTensors == 2) {
-    if constexpr (sizeof(T) == 2)
-      if (by_vectors) visit_two_tensor_group(vectors, launch_vectors);
+    if (ctas > 0x7fffffff) return false;
+    launch_dependent(register_kernel<Op, Group, kShape.vectors, T, R, kWords>, problem, static_cast<unsigned>(ctas),
+                     Group::kThreads, stream);
   } else {
-    constexpr bool kReadsWords = sizeof(T) == sizeof(float) && !Op::kRare && (Op::kReduces || !Op::kTargets);
-    if (kReadsWords && !by_vectors) {
-      if constexpr (kReadsWords)
-        visit_register_group<kMostShortVectors + 1, kMaxRegisterVectorsReadOnly, Op::kRare>(
-            vectors, [&]<class Group, int kVectors>() { launch_in_registers.template operator()<Group, kVectors, true>(); });
-    } else if (Op::kReduces || by_vectors) {
-      constexpr int64_t kMost = Op::kReduces ? kMaxRegisterVectorsReadOnly : kMaxRegisterVectorsReadWrite;
-      visit_register_group<kLeastRegisterVectors<Op>, kMost, Op::kRare>(vectors, launch_vectors);
-    }
+    constexpr bool kByVectors = kWhole && kShape.classes == 0;
+    launch_block<Op, BlockRowGroup<kShape.threads_per_row, kShape.vectors, kShape.classes, kByVectors>, T, R>(problem, stream);
   }
-  if constexpr (!Op::kReduces)
-    if (!launched)
-      launched = visit_shared_group(vectors, Op::kTensors, [&]<class Group>(int cluster, int per_thread) {
-        launch_shared_rows<Op, Group, T, R>(problem, cluster, per_thread, stream);
-      });
+  return true;
+}
+
+// The kernel for the rule of this number, which is compiled where an operator's rows can come to the rule.
+template <class Op, class T, class R>
+bool launch_by_rule(int rule, const RowProblem& problem, cudaStream_t stream) {
+  const bool whole = is_whole(sizeof(T), problem.classes);
+  bool launched = false;
+  const auto launch_if = [&]<int kRule>() {
+    if (rule != kRule) return false;
+    constexpr RowOperators kOp = row_operator<Op>();
+    constexpr bool kFloats = sizeof(T) == sizeof(float);
+    constexpr bool kWholeRows = is_chosen(kRule, kOp, kFloats ? k32Whole : k16Whole);
+    constexpr bool kOtherRows =
+        kFloats ? is_chosen(kRule, kOp, k32Words) : is_chosen(kRule, kOp, k16Even) || is_chosen(kRule, kOp, k16Odd);
+    if constexpr (kWholeRows)
+      if (whole) launched = launch_rule<Op, T, R, kRules[kRule].shape, true>(problem, stream);
+    if constexpr (kOtherRows)
+      if (!whole) launched = launch_rule<Op, T, R, kRules[kRule].shape, false>(problem, stream);
+    return true;
+  };
+  [&]<int... kRule>(std::integer_sequence<int, kRule...>) {
+    (launch_if.template operator()<kRule>() || ...);
+  }(std::make_integer_sequence<int, kRuleCount>{});
   return launched;
+}
+
+// What choose_shared asks of the current device.
+inline RowDevice row_device() { return {largest_cluster(), device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()}; }
+
+// The kernel for rows in shared memory.
+template <class Op, class T, class R>
+void launch_by_shape(const SharedChoice& choice, const RowProblem& problem, cudaStream_t stream) {
+  const auto launch_if = [&]<int kIndex>() {
+    if (choice.shape != kIndex) return false;
+    constexpr SharedShape kShape = kSharedShapes[kIndex];
+    using Group = SharedRowGroup<kShape.threads, kShape.vectors, kShape.ctas_per_sm, kShape.cluster>;
+    launch_shared_rows<Op, Group, T, R>(problem, choice.cluster, choice.vectors, stream);
+    return true;
+  };
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
+    (launch_if.template operator()<kIndex>() || ...);
+  }(std::make_integer_sequence<int, std::size(kSharedShapes)>{});
 }
 
 template <class Op, class T>
@@ -266,7 +300,9 @@ void launch_split(const RowProblem& problem, cudaStream_t stream, const char* na
 // Bytes of workspace for the split rows of an operator that reads `tensors` tensors of a dtype; 0 for rows that stay on the
 // chip.
 inline int64_t workspace_of_rows(const RowProblem& problem, DType dtype, int tensors, bool reduces) {
-  if (ceil_div(problem.classes, kVectorBytes / size_of(dtype)) * tensors <= max_on_chip_vectors(reduces)) return 0;
+  const int64_t bytes = size_of(dtype), vectors = ceil_div(problem.classes, kVectorBytes / bytes);
+  const bool on_chip = reduces ? vectors <= kMostRuledVectors : choose_shared(vectors, tensors, row_device()).shape >= 0;
+  if (on_chip) return 0;
   const SplitPieces pieces = dtype == DType::kFloat32 ? SplitPieces::of(problem.classes, Type<float>{})
                                                       : SplitPieces::of(problem.classes, Type<__half>{});
   return split_workspace(problem.outer * problem.inner, pieces.pieces_per_row);
@@ -295,17 +331,26 @@ void launch_strided(const RowProblem& problem, cudaStream_t stream, const char* 
   check_launch(name);
 }
 
+// The kernels for rows of contiguous classes; false if there are none for this problem.
+template <class Op, class T, class R>
+bool launch_contiguous(const RowProblem& problem, cudaStream_t stream, const char* name) {
+  const int64_t vectors = ceil_div(problem.classes, kPerVector<T>);
+  const int rule = choose_rule(row_operator<Op>(), deal_of(sizeof(T), problem.classes), problem.classes, vectors);
+  if (rule >= 0 && launch_by_rule<Op, T, R>(rule, problem, stream)) return true;
+  if constexpr (!Op::kReduces) {
+    const SharedChoice choice = choose_shared(vectors, Op::kTensors, row_device());
+    if (choice.shape >= 0) return launch_by_shape<Op, T, R>(choice, problem, stream), true;
+  }
+  if (launch_pipelined<Op, T>(problem, stream)) return true;
+  if (problem.workspace == nullptr) return false;
+  launch_split<Op, T, R>(problem, stream, name);
+  return true;
+}
+
 // Queues an operator's kernels. `contiguous`: the classes of a row are neighbours in memory in every tensor of the problem.
 template <class Op, class T, class R>
 void launch_rows(const RowProblem& problem, bool contiguous, cudaStream_t stream, const char* name) {
-  if (contiguous) {
-    const int64_t vectors = ceil_div(problem.classes, kPerVector<T>);
-    if (launch_vector_rows<Op, T, R>(problem, stream)) return check_launch(name);
-    if (launch_block<Op, T, R>(problem, stream)) return check_launch(name);
-    if (launch_on_chip<Op, T, R>(problem, vectors, stream)) return check_launch(name);
-    if (launch_pipelined<Op, T>(problem, stream)) return check_launch(name);
-    if (problem.workspace != nullptr) return launch_split<Op, T, R>(problem, stream, name);
-  }
+  if (contiguous && problem.classes != 0 && launch_contiguous<Op, T, R>(problem, stream, name)) return check_launch(name);
   launch_strided<Op, T, R>(problem, stream, name);
 }
 

@@ -1,6 +1,5 @@
 // logsumexp on CUDA, forward and backward: one number per row. As in softmax.cu, an operator says what it computes of one row.
 #include "dispatch.cuh"
-#include "one_class.cuh"
 #include "rows.h"
 
 namespace flash_online::cuda {
@@ -22,29 +21,24 @@ struct LogSumExp : OneTensorOp {
   __device__ __forceinline__ static float lse_of(const RowProblem& problem, const RowState& state) {
     return is_wide<T>(problem) ? state.lse() : fmaf(log2_flushed(state.sum), kLn2, state.max);
   }
-  // Writes the numbers of kRows rows from `row` on.
-  template <class T, int kRows>
-  __device__ __forceinline__ static void write_numbers(const RowProblem& problem, int64_t row, const float (&lse)[kRows]) {
+  template <class T>
+  __device__ __forceinline__ static void write_lse(const RowProblem& problem, int64_t row, const RowState& state) {
+    const float lse = lse_of<T>(problem, state);
     if (is_wide<T>(problem))
-      store_together(static_cast<float*>(problem.lse) + row, lse);
+      static_cast<float*>(problem.lse)[row] = lse;
     else
-      store_together(static_cast<T*>(problem.lse) + row, lse);
+      static_cast<T*>(problem.lse)[row] = narrow<T>(lse);
   }
   template <class Result, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
     auto row = reader.read(problem.input);
     const RowState state = resolve_infinity(row, row.state());
     using T = typename Reader::Element;
-    const float lse[1] = {lse_of<T>(problem, state)};
-    if constexpr (requires { reader.set_number(lse[0]); })
-      reader.set_number(lse[0]);
-    else if (row.is_leader())
-      write_numbers<T>(problem, row.coord().index, lse);
+    if (row.is_leader()) write_lse<T>(problem, row.coord().index, state);
   }
   template <class T>
   __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedPieces& merged, float) {
-    const float lse[1] = {lse_of<T>(problem, merged.resolve_infinity())};
-    write_numbers<T>(problem, coord.index, lse);
+    write_lse<T>(problem, coord.index, merged.resolve_infinity());
   }
 };
 
@@ -74,35 +68,20 @@ struct LogSumExpBackward : OneTensorOp {
   }
 };
 
-// ---- rows of one class, by their elements (one_class.cuh): logsumexp of one class is the element.
-
-struct OneClassLogSumExp {
-  __device__ __forceinline__ float operator()(int64_t, float x, float) const { return x + 0.0f; }
-};
-struct OneClassLogSumExpBackward {
-  __device__ __forceinline__ float operator()(int64_t, float x, float grad) const { return ((x - x) + 1.0f) * grad; }
-};
-
 }  // namespace
 
 void logsumexp(const RowProblem& problem, CUstream_st* stream) {
   if (problem.outer == 0 || problem.inner == 0) return;  // a row of no classes has a result: -inf
   const bool contiguous = classes_are_contiguous(problem, {problem.input.stride[1]});
-  visit_types(problem, "logsumexp", [&]<class T, class Lse>(Type<T>, Type<Lse>) {
-    const auto x = rows_of<T>(problem.input);
-    if (!launch_one_class(problem, x, x, OneClassRows<Lse>{static_cast<Lse*>(problem.lse)}, OneClassLogSumExp{}, stream))
-      launch_rows<LogSumExp, T, T>(problem, contiguous, stream, "logsumexp");
-  });
+  visit_type(problem, "logsumexp",
+             [&]<class T>(Type<T>) { launch_rows<LogSumExp, T, T>(problem, contiguous, stream, "logsumexp"); });
 }
 
 void logsumexp_backward(const RowProblem& problem, CUstream_st* stream) {
   if (is_empty(problem)) return;
   const bool contiguous = classes_are_contiguous(problem, {problem.input.stride[1], problem.grad_input.stride[1]});
-  visit_types(problem, "logsumexp", [&]<class T, class Lse>(Type<T>, Type<Lse>) {
-    const OneClassRows<const Lse> grad{static_cast<const Lse*>(problem.grad_lse)};
-    if (!launch_one_class(problem, rows_of<T>(problem.input), grad, rows_of<T>(problem.grad_input), OneClassLogSumExpBackward{},
-                          stream))
-      launch_rows<LogSumExpBackward, T, T>(problem, contiguous, stream, "logsumexp_backward");
+  visit_type(problem, "logsumexp", [&]<class T>(Type<T>) {
+    launch_rows<LogSumExpBackward, T, T>(problem, contiguous, stream, "logsumexp_backward");
   });
 }
 

@@ -1,7 +1,6 @@
 // Softmax and log-softmax on CUDA, forward and backward. Each operator says what it computes of one row; dispatch.cuh chooses
 // how rows of a length and strides are read.
 #include "dispatch.cuh"
-#include "one_class.cuh"
 #include "rows.h"
 
 namespace flash_online::cuda {
@@ -77,23 +76,43 @@ struct SoftmaxBackward {
   }
 };
 
-// ---- rows of one class, by their elements (one_class.cuh). Softmax of one class is 1, or 0 as a logarithm, and NaN where a
-// number is not finite.
+// ---- one class: softmax is 1, or 0 as a logarithm, whatever the score, and NaN where the score is not finite
 
-struct OneClass {
-  bool log;
-  __device__ __forceinline__ float operator()(int64_t, float x, float) const { return (x - x) + (log ? 0.0f : 1.0f); }
-};
-// In float32 the mean is grad itself, unless its weight is 0.
-template <bool kTakesMean>
-struct OneClassBackward {
-  bool log;
-  __device__ __forceinline__ float operator()(int64_t, float grad, float y) const {
-    if (!log && kTakesMean) return (y == 0 ? grad : grad - grad) * y;
-    const float sum = 0.0f + (log ? grad : __fmul_rn(grad, y));
-    return log ? grad - FastNatural::exp(y) * sum : (grad - sum) * y;
+constexpr int kOneClassThreads = 512;
+
+template <class Input, class Result>
+__global__ void __launch_bounds__(kOneClassThreads)
+    one_class_kernel(const Input* x, Result* result, int64_t count, float constant) {
+  constexpr int kElements = kPerVector<Input>;
+  const int64_t first = int64_t{blockIdx.x} * kOneClassThreads + threadIdx.x, step = int64_t{gridDim.x} * kOneClassThreads;
+  const auto of = [&](float score) { return (score - score) + constant; };
+  int64_t vectors = 0;
+  if constexpr (sizeof(Input) == sizeof(Result)) {
+    vectors = (misalignment(x) | misalignment(result)) == 0 ? count / kElements : 0;
+    for (int64_t i = first; i < vectors; i += step) {
+      float scores[kElements];
+      unpack<Input>(load_streaming(x + i * kElements), scores);
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) scores[e] = of(scores[e]);
+      store_streaming(result + i * kElements, pack<Result>(scores));
+    }
   }
-};
+  for (int64_t i = vectors * kElements + first; i < count; i += step) result[i] = narrow<Result>(of(widen(x[i])));
+}
+
+// Queues that kernel; false if there are more classes, or if rows have gaps.
+template <class Input, class Result>
+bool launch_one_class(const RowProblem& problem, cudaStream_t stream) {
+  const auto is_dense = [&](const auto& view) { return problem.outer == 1 || view.stride[0] == 1; };
+  if (problem.classes != 1 || problem.inner != 1 || !is_dense(problem.input) || !is_dense(problem.result)) return false;
+  constexpr int kCtasPerSm = 2048 / kOneClassThreads;
+  const int64_t ctas = problem.outer / kPerVector<Input> / kOneClassThreads + 1;
+  one_class_kernel<Input, Result><<<grid_for(ctas, 2 * kCtasPerSm), kOneClassThreads, 0, stream>>>(
+      static_cast<const Input*>(problem.input.data), static_cast<Result*>(problem.result.data), problem.outer,
+      problem.log ? 0.0f : 1.0f);
+  check_launch("softmax");
+  return true;
+}
 
 }  // namespace
 
@@ -101,8 +120,7 @@ void softmax(const RowProblem& problem, CUstream_st* stream) {
   if (is_empty(problem)) return;
   const bool contiguous = classes_are_contiguous(problem, {problem.input.stride[1], problem.result.stride[1]});
   visit_types(problem, "softmax", [&]<class Input, class Result>(Type<Input>, Type<Result>) {
-    const auto x = rows_of<Input>(problem.input);
-    if (!launch_one_class(problem, x, x, rows_of<Result>(problem.result), OneClass{problem.log}, stream))
+    if (!launch_one_class<Input, Result>(problem, stream))
       launch_rows<Softmax, Input, Result>(problem, contiguous, stream, "softmax");
   });
 }
@@ -112,10 +130,7 @@ void softmax_backward(const RowProblem& problem, CUstream_st* stream) {
   const bool contiguous =
       classes_are_contiguous(problem, {problem.grad.stride[1], problem.output.stride[1], problem.grad_input.stride[1]});
   visit_types(problem, "softmax", [&]<class Input, class Result>(Type<Input>, Type<Result>) {
-    const OneClassBackward<std::is_same_v<Result, float>> one_class{problem.log};
-    if (!launch_one_class(problem, rows_of<Result>(problem.grad), rows_of<Result>(problem.output),
-                          rows_of<Input>(problem.grad_input), one_class, stream))
-      launch_rows<SoftmaxBackward, Result, Input>(problem, contiguous, stream, "softmax_backward");
+    launch_rows<SoftmaxBackward, Result, Input>(problem, contiguous, stream, "softmax_backward");
   });
 }
 

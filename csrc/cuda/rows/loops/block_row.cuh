@@ -4,13 +4,14 @@
 #pragma once
 
 #include "../../hw/pdl.cuh"
+#include "../choice.h"
 #include "few_classes_row.cuh"
 #include "staged_vectors.cuh"
 
 namespace flash_online::cuda {
 
 // kLanes lanes of a warp share a row. A lane has up to kVectors vectors; or rows have kClasses classes, and a lane has a row.
-// kByVectors: for rows of a whole number of vectors only (is_dealt_by_vectors), else for the others only.
+// kByVectors: for rows of a whole number of vectors only (is_whole), else for the others only.
 template <int kLanes, int kVectors_, int kClasses_ = 0, bool kByVectors_ = false>
 struct BlockRowGroup {
   static constexpr bool kByVectors = kByVectors_;
@@ -19,11 +20,6 @@ struct BlockRowGroup {
   static constexpr int kRowsPerWarp = kWarpSize / kLanes, kRows = kWarps * kRowsPerWarp;  // at a time
   __device__ __forceinline__ static int thread_in_row() { return threadIdx.x % kLanes; }
 };
-template <int kClasses>
-using FewClassesGroup = BlockRowGroup<1, 1, kClasses>;
-template <int kLanes, int kVectors>
-using WholeVectorGroup = BlockRowGroup<kLanes, kVectors, 0, true>;
-
 // The location of a lane's part of a row (see StagedVectors).
 template <class Group_>
 struct BlockSegments : AdjacentSegments<Group_, Group_::kLanesPerRow, Group_::kVectors> {
@@ -179,8 +175,7 @@ struct BlockRowReader {
     }
     const char* const row_here = row_in(block.input[kTensor]);
     if constexpr (Group::kClasses != 0) {
-      using Place = PlaceInBlock<T, Group::kClasses, kDeal != Deal::kOddWords>;
-      return FewClassesRow<T, Group::kClasses, Place>(coord, Place{row_here, of_result, result});
+      return FewClassesRow<T, Group::kClasses, kDeal != Deal::kOddWords>(coord, {row_here, of_result, result});
     } else {
       using Vectors = StagedVectors<BlockSegments<Group>, T, kDeal, kHeld>;
       const int longest = static_cast<int>(block.problem.classes), classes = coord.exists ? longest : 0;
@@ -273,55 +268,6 @@ int64_t block_bytes(int64_t row_bytes) {
   return Group::kClasses == 0 && row_bytes < kVectorBytes ? kMediumBlockBytes : kBlockBytes;
 }
 
-// The groups that serve rows of `vectors` vectors unless there is a better one (visit_block_group).
-template <bool kByVectors, class F>
-void visit_usual_block_group(int64_t vectors, const F& f) {
-  if (vectors <= 4) return f.template operator()<BlockRowGroup<1, 4, 0, kByVectors>>();
-  if (vectors <= 8) return f.template operator()<BlockRowGroup<2, 4, 0, kByVectors>>();
-  if (vectors <= 16) return f.template operator()<BlockRowGroup<4, 4, 0, kByVectors>>();
-  if (vectors <= 32) return f.template operator()<BlockRowGroup<8, 4, 0, kByVectors>>();
-  if (vectors <= 64) return f.template operator()<BlockRowGroup<16, 4, 0, kByVectors>>();
-  if (vectors <= 128) return f.template operator()<BlockRowGroup<32, 4, 0, kByVectors>>();
-  if (vectors <= 256) return f.template operator()<BlockRowGroup<32, 8, 0, kByVectors>>();
-}
-
-// Calls f.operator()<Group>() with the group for rows of so many classes; does nothing if they are too long. kSpread: whether
-// rows of up to eight whole vectors are spread over as many lanes. Eight neighbouring vectors are in all banks; but what is
-// done once per row is done by all of its lanes.
-template <class T, bool kSpread, bool kRare, class F>
-void visit_block_group(int64_t classes, const F& f) {
-  static_assert(kMostFewClasses == 4);
-  const int64_t vectors = ceil_div(classes, kPerVector<T>);
-  if (classes == 1) return f.template operator()<FewClassesGroup<1>>();
-  if (classes == 2) return f.template operator()<FewClassesGroup<2>>();
-  if (classes == 3) return f.template operator()<FewClassesGroup<3>>();
-  if (classes == 4) return f.template operator()<FewClassesGroup<4>>();
-  if (is_dealt_by_vectors<T>(classes)) {
-    if constexpr (!kRare) {
-      if (vectors == 1) return f.template operator()<WholeVectorGroup<1, 1>>();
-      if (vectors == 2) return f.template operator()<WholeVectorGroup<1, 2>>();
-    }
-    if constexpr (kSpread) {
-      if (vectors <= 4) return f.template operator()<WholeVectorGroup<4, 1>>();
-      if (vectors <= 8) return f.template operator()<WholeVectorGroup<8, 1>>();
-    }
-    return visit_usual_block_group<true>(vectors, f);
-  }
-  if constexpr (!kRare) {
-    if (vectors == 1) return f.template operator()<BlockRowGroup<1, 1>>();
-    if (vectors == 2) return f.template operator()<BlockRowGroup<1, 2>>();
-  }
-  // Rows that all begin with a word: fewer lanes share what is done once per row, and fewer words are left out.
-  if constexpr (sizeof(T) == 2 && !kRare)
-    if (classes % 2 == 0 && vectors > 4) {
-      if (vectors <= 8) return f.template operator()<BlockRowGroup<1, 8>>();
-      if (vectors <= 16) return f.template operator()<BlockRowGroup<2, 8>>();
-      if (vectors <= 32) return f.template operator()<BlockRowGroup<4, 8>>();
-      if (vectors <= 64) return f.template operator()<BlockRowGroup<8, 8>>();
-    }
-  visit_usual_block_group<false>(vectors, f);
-}
-
 // The layout of a tensor's rows in a block, from `end` on; adds their bytes to `end`.
 template <class T, class Pointer>
 BlockTensor block_tensor(BlockProblem& block, const View3<Pointer>& view, bool by_vectors, unsigned& end) {
@@ -350,12 +296,11 @@ BlockProblem block_problem(const RowProblem& problem, int64_t rows) {
   block.problem = problem;
   block.rows_per_block = static_cast<int>(rows);
   for (int i = 0; i < Op::kTensors; ++i)
-    block.input[i] =
-        block_tensor<T>(block, Op::tensor(problem, i), is_dealt_by_vectors<T>(problem.classes), block.shared_bytes);
+    block.input[i] = block_tensor<T>(block, Op::tensor(problem, i), is_whole(sizeof(T), problem.classes), block.shared_bytes);
   if constexpr (!Op::kReduces) {
     const BlockTensor& input = block.input[0];
     unsigned end = 0;
-    block.result = block_tensor<R>(block, Op::result(problem), is_dealt_by_vectors<R>(problem.classes), end);
+    block.result = block_tensor<R>(block, Op::result(problem), is_whole(sizeof(R), problem.classes), end);
     // In the place of the first tensor's, if they lie alike.
     if (sizeof(R) == sizeof(T) && input.pitch == block.result.pitch && input.offset == block.result.offset) return block;
     block.result.offset += block.shared_bytes;
@@ -408,85 +353,41 @@ BlockOrder block_order(int64_t row_bytes, int64_t& rows) {
   return order;
 }
 
-// Rows of at least this many whole vectors are faster in registers than in blocks, since a warp waits only for its own rows.
-// With targets a lane has more work in addition to its vectors, and blocks are faster up to longer rows.
-constexpr int64_t kMostShortVectors = 16;
-template <class Op>
-constexpr int64_t kLeastRegisterVectors = Op::kTargets || Op::kRare ? kMostShortVectors + 1 : 3;
-
-// Whether rows of this many classes are faster in registers than in blocks of Group. kAlways: for all classes that Group is
-// for; kIfFull: if most lanes have kVectors vectors. Of two tensors only 16-bit rows of whole vectors are, but for 9 to 16
-// vectors.
-enum class InRegisters { kNever, kIfFull, kAlways };
-template <class Op, class Group, class T>
-constexpr InRegisters in_registers() {
-  constexpr bool kFloats = sizeof(T) == sizeof(float);
-  constexpr int kRoom = Group::kLanesPerRow * Group::kVectors, kLeastLanes = Op::kRare ? 32 : kFloats && !Op::kReduces ? 16 : 8;
-  if (Op::kTensors == 2)
-    return kFloats || Op::kRare || !Group::kByVectors || kRoom < 4 || kRoom == 16 ? InRegisters::kNever : InRegisters::kIfFull;
-  if (Group::kByVectors && kRoom <= kMostShortVectors)
-    return kRoom < kLeastRegisterVectors<Op> ? InRegisters::kNever : InRegisters::kIfFull;
-  if (Group::kLanesPerRow < kLeastLanes) return InRegisters::kNever;
-  if (Group::kByVectors) return Op::kReduces || (kFloats && !Op::kTargets) ? InRegisters::kAlways : InRegisters::kIfFull;
-  return kFloats && !Op::kTargets && !Op::kRare && Group::kVectors * Group::kLanesPerRow > (Op::kReduces ? 128 : 64)
-             ? InRegisters::kAlways
-             : InRegisters::kNever;
-}
-// Gradients of losses need more registers, as two tensors do, so that fewer warps are resident: they pay for idle lanes.
-template <class Op, class Group, class T>
-bool is_full(int64_t classes) {
-  const int64_t vectors = ceil_div(classes, kPerVector<T>), room = Group::kLanesPerRow * Group::kVectors;
-  return Op::kTargets || Op::kTensors == 2 ? 8 * vectors > 7 * room : 4 * vectors > 3 * room;
-}
-
-// The kernel for short rows; false if they are too long.
-template <class Op, class T, class R>
-bool launch_block(const RowProblem& problem, cudaStream_t stream) {
+// Queues the kernel for short rows.
+template <class Op, class Group, class T, class R>
+void launch_block(const RowProblem& problem, cudaStream_t stream) {
   const int64_t row_bytes = problem.classes * static_cast<int64_t>(sizeof(T)), rows = problem.outer * problem.inner;
-  if (row_bytes == 0) return false;
-  bool launched = false;
   RowNumbers numbers{};
   if constexpr (Op::kNumbers) numbers = Op::numbers(problem);
-  constexpr bool kSpread = !Op::kReduces && !Op::kTargets && !Op::kRare && !(Op::kNumbers && sizeof(T) == 2);
-  visit_block_group<T, kSpread, Op::kRare>(problem.classes, [&]<class Group>() {
-    constexpr InRegisters kInRegisters = in_registers<Op, Group, T>();
-    if constexpr (kInRegisters == InRegisters::kAlways) return;
-    if (kInRegisters == InRegisters::kIfFull && is_full<Op, Group, T>(problem.classes)) return;
-    // As many rows as are a whole number of vectors, so that all blocks of adjacent rows begin alike.
-    constexpr int64_t kStep = std::max<int64_t>({Group::kRows, kPerVector<T>, kPerVector<R>});
-    int64_t per_block = 0;
-    const auto order_in = [&](int64_t bytes) {
-      const int64_t beside = Op::kTargets ? numbers.bytes : 0;
-      per_block = rows_per_block(rows, row_bytes + beside, kStep, kMostRowsPerThread * Group::kRows, bytes);
-      return block_order<Group>(row_bytes, per_block);
-    };
-    BlockOrder order = order_in(block_bytes<Op, Group>(row_bytes));
-    if (order.has_conflicts) order = order_in(kLargeBlockBytes);
-    BlockProblem block = block_problem<Op, T, R>(problem, per_block);
-    block.order = order;
-    if constexpr (Op::kNumbers) place_numbers(block, numbers);
-    if constexpr (Op::kSumsLosses)
-      if (problem.loss_sums != nullptr) *problem.loss_sum_count = ceil_div(rows, per_block);
-    const auto launch_as = [&]<Deal kDeal>() {
-      launch<block_kernel<Op, Group, T, R, kDeal>>(block, ceil_div(rows, per_block), Group::kThreads,
-                                                   static_cast<int>(block.shared_bytes), stream, true);
-    };
-    if constexpr (Group::kClasses != 0) {
-      constexpr bool kWords = sizeof(T) == 4 || (Group::kClasses % 2 == 0 && !Op::kRare);
-      if constexpr (kWords)
-        if (sizeof(T) == 4 || !block.odd_words) launch_as.template operator()<Deal::kWords>();
-      if constexpr (sizeof(T) == 2)
-        if (!kWords || block.odd_words) launch_as.template operator()<Deal::kOddWords>();
-    } else if constexpr (Group::kByVectors) {
-      launch_as.template operator()<Deal::kVectors>();
-    } else if (sizeof(T) == 2 && (block.odd_words || Op::kRare)) {
-      if constexpr (sizeof(T) == 2) launch_as.template operator()<Deal::kOddWords>();
-    } else {
-      if constexpr (sizeof(T) == 4 || !Op::kRare) launch_as.template operator()<Deal::kWords>();
-    }
-    launched = true;
-  });
-  return launched;
+  // As many rows as are a whole number of vectors, so that all blocks of adjacent rows begin alike.
+  constexpr int64_t kStep = std::max<int64_t>({Group::kRows, kPerVector<T>, kPerVector<R>});
+  int64_t per_block = 0;
+  const auto order_in = [&](int64_t bytes) {
+    const int64_t target_bytes = Op::kTargets ? numbers.bytes : 0;
+    per_block = rows_per_block(rows, row_bytes + target_bytes, kStep, kMostRowsPerThread * Group::kRows, bytes);
+    return block_order<Group>(row_bytes, per_block);
+  };
+  BlockOrder order = order_in(block_bytes<Op, Group>(row_bytes));
+  if (order.has_conflicts) order = order_in(kLargeBlockBytes);
+  BlockProblem block = block_problem<Op, T, R>(problem, per_block);
+  block.order = order;
+  if constexpr (Op::kNumbers) place_numbers(block, numbers);
+  if constexpr (Op::kSumsLosses)
+    if (problem.loss_sums != nullptr) *problem.loss_sum_count = ceil_div(rows, per_block);
+  const auto launch_as = [&]<Deal kDeal>() {
+    launch<block_kernel<Op, Group, T, R, kDeal>>(block, ceil_div(rows, per_block), Group::kThreads,
+                                                 static_cast<int>(block.shared_bytes), stream, true);
+  };
+  if constexpr (Group::kByVectors) {
+    launch_as.template operator()<Deal::kVectors>();
+  } else if constexpr (sizeof(T) == 4) {
+    launch_as.template operator()<Deal::kWords>();
+  } else {
+    constexpr bool kWords = !Op::kRare && (Group::kClasses == 0 || Group::kClasses % 2 == 0);
+    if constexpr (kWords)
+      if (!block.odd_words) return launch_as.template operator()<Deal::kWords>();
+    launch_as.template operator()<Deal::kOddWords>();
+  }
 }
 
 }  // namespace flash_online::cuda

@@ -45,30 +45,13 @@ struct PlaceInBlock {
   }
 };
 
-// The location of a row that is part of a thread's vector (vector_rows.cuh).
-template <int kClasses>
-struct PlaceInVector {
-  const float* row;
-  const MutableView3* of_result;
-  float* result;
-
-  __device__ __forceinline__ void load(float (&x)[kClasses]) const {
-#pragma unroll
-    for (int c = 0; c < kClasses; ++c) x[c] = row[c];
-  }
-  template <class Result>
-  __device__ __forceinline__ void store(const float (&z)[kClasses]) const {
-#pragma unroll
-    for (int c = 0; c < kClasses; ++c) result[c] = z[c];
-  }
-};
-
 // The members are those of OnChipRow (register_row.cuh).
-template <class T, int kClasses, class Place>
+template <class T, int kClasses, bool kInWords>
 class FewClassesRow {
  public:
   static constexpr bool kIsFewClasses = true;  // see kFusesRowWeights
-  __device__ __forceinline__ FewClassesRow(const RowCoord& coord, const Place& place) : coord_(coord), place_(place) {
+  __device__ __forceinline__ FewClassesRow(const RowCoord& coord, const PlaceInBlock<T, kClasses, kInWords>& place)
+      : coord_(coord), place_(place) {
     place.load(x_);
   }
 
@@ -145,7 +128,7 @@ class FewClassesRow {
 
  private:
   RowCoord coord_;
-  Place place_;
+  PlaceInBlock<T, kClasses, kInWords> place_;
   float x_[kClasses];
 };
 

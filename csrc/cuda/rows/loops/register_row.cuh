@@ -2,8 +2,7 @@
 // a thread's vectors are: in registers (RegisterVectors, below), in shared memory (SharedVectors, shared_row.cuh), or in runs
 // that pass through shared memory (StagedVectors, staged_vectors.cuh).
 //
-// Registers serve rows of medium length, each shared by a warp or a CTA. visit_register_group at the end of this file has the
-// table of lengths.
+// Registers serve rows of medium length (choice.h), each shared by a warp or a CTA.
 #pragma once
 
 #include "row_vectors.cuh"
@@ -139,7 +138,7 @@ class OnChipRow {
   static constexpr int kLanesPerRow = Group::kLanesPerRow;
 
  public:
-  static constexpr int kElements = Vectors::kElements;
+  static constexpr int kElements = kPerVector<T>;
 
   __device__ __forceinline__ OnChipRow(const RowCoord& coord, int classes, const Vectors& vectors)
       : vectors_(vectors), coord_(coord), classes_(classes) {}
@@ -150,7 +149,7 @@ class OnChipRow {
     float max = -INFINITY;
 #pragma unroll Vectors::kUnroll
     for (int i = 0; i < vectors_.count(); ++i)
-      if (vectors_.has(i)) max = fmaxf(max, max_of_vector(vectors_[i]));
+      if (vectors_.has(i)) max = fmaxf(max, max_of<T>(vectors_[i]));
     RowState state;
     state.max = lanes_max<kLanesPerRow>(max);
     float sum = 0;
@@ -255,17 +254,6 @@ class OnChipRow {
   }
 
  private:
-  __device__ __forceinline__ static float max_of_vector(const uint4& v) {
-    if constexpr (kElements == kPerVector<T>) {
-      return max_of<T>(v);
-    } else {
-      float x[kPerVector<T>], max = -INFINITY;
-      unpack<T>(v, x);
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) max = fmaxf(max, x[e]);
-      return max;
-    }
-  }
   template <class F>
   __device__ __forceinline__ float sum_of(const F& weight) const {
     float sum = 0;
@@ -305,22 +293,11 @@ class OnChipRow {
     const auto c = vectors_.classes_of(i);
     if (c(0) < classes_) {
       float x[kElements], y[kElements];
-      unpack_part(vectors_.reload(i, sum_), x);
-      unpack_part(other.vectors_[i], y);
+      unpack<T>(vectors_.reload(i, sum_), x);
+      unpack<T>(other.vectors_[i], y);
       f(c, x, y);
     }
   }
-  __device__ __forceinline__ static void unpack_part(const uint4& v, float (&x)[kElements]) {
-    if constexpr (kElements == kPerVector<T>) {
-      unpack<T>(v, x);
-    } else {
-      float all[kPerVector<T>];
-      unpack<T>(v, all);
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) x[e] = all[e];
-    }
-  }
-
   Vectors vectors_;
   float sum_ = 0;  // of the row's exponentials, for reload()
   RowCoord coord_;
@@ -329,70 +306,5 @@ class OnChipRow {
 
 template <class Group, int kVectors, class T>
 using RegisterRow = OnChipRow<RegisterVectors<Group, kVectors, T>, T>;
-
-// ---- which row group
-
-// The longest rows in registers, in vectors. An operator that writes results as long as its row gets shorter ones: beyond this
-// length shared memory is faster, because more copies to it can be in flight than there are registers to load into.
-constexpr int64_t kMaxRegisterVectorsReadOnly = 2048, kMaxRegisterVectorsReadWrite = 512;
-
-// Calls f.operator()<Group, vectors per thread>() with the row group for rows of `vectors` vectors, kLeast at least; false if
-// the row is longer than kMost. The length alone decides, so that a row's result does not depend on how many rows there are.
-// Rows of up to 256 vectors that are faster in blocks do not come here (in_registers in block_row.cuh). kRare: with fewer
-// groups.
-template <int64_t kLeast, int64_t kMost, bool kRare, class F>
-bool visit_register_group(int64_t vectors, const F& f) {
-  if (vectors > kMost) return false;
-  // Of threads that have three or four vectors, a quarter at most do without one.
-  const auto visit = [&]<class Group, int kVectors>() {
-    constexpr int64_t kRoom = int64_t{Group::threads_per_row()} * kVectors;
-    if (kRoom < kLeast || vectors > kRoom) return false;
-    if constexpr (kRoom >= kLeast) f.template operator()<Group, kVectors>();
-    return true;
-  };
-  const auto visit_either = [&]<class Group, int kVectors>() {
-    if constexpr (!kRare)
-      if (visit.template operator()<Group, kVectors * 3 / 4>()) return true;
-    return visit.template operator()<Group, kVectors>();
-  };
-  if constexpr (!kRare) {
-    // A GPU starts a CTA in 1.2 ns or more (H100, H200). Where nothing but a number per row is written, CTAs of 128 threads
-    // with two vectors each would end faster than that.
-    constexpr int kThreads = kMost > kMaxRegisterVectorsReadWrite ? 256 : 128;
-    if (visit.template operator()<RegisterRowGroup<2, kThreads>, 2>()) return true;
-    if (visit.template operator()<RegisterRowGroup<4, kThreads>, 2>()) return true;
-    if (visit.template operator()<RegisterRowGroup<8, kThreads>, 2>()) return true;
-    if (visit.template operator()<RegisterRowGroup<8, 128>, 4>()) return true;
-    if (visit.template operator()<RegisterRowGroup<16, 128>, 4>()) return true;
-  }
-  if (visit_either.template operator()<RegisterRowGroup<32, 128>, 4>()) return true;
-  // Where vectors are written too, twice as many warps are better than eight vectors per thread.
-  if constexpr (kMost > kMaxRegisterVectorsReadWrite) {
-    if (visit_either.template operator()<RegisterRowGroup<32, 128>, 8>()) return true;
-  } else {
-    if (visit_either.template operator()<RegisterRowGroup<64, 64>, 4>()) return true;
-  }
-  if (visit_either.template operator()<RegisterRowGroup<128, 128>, 4>()) return true;
-  if constexpr (kMost > kMaxRegisterVectorsReadWrite) {
-    if (visit_either.template operator()<RegisterRowGroup<256, 256>, 4>()) return true;
-    return visit_either.template operator()<RegisterRowGroup<512, 512>, 4>();
-  }
-  return false;
-}
-
-// The same for operators that read two tensors, for which a thread has two vectors of each: rows of 256 vectors at most, of
-// lengths for which in_registers does not say never.
-template <class F>
-bool visit_two_tensor_group(int64_t vectors, const F& f) {
-  const auto visit = [&]<class Group>() {
-    constexpr int kVectors = 2;
-    if (vectors > Group::threads_per_row() * kVectors) return false;
-    f.template operator()<Group, kVectors>();
-    return true;
-  };
-  return visit.template operator()<RegisterRowGroup<2, 128>>() || visit.template operator()<RegisterRowGroup<4, 128>>() ||
-         visit.template operator()<RegisterRowGroup<16, 128>>() || visit.template operator()<RegisterRowGroup<32, 128>>() ||
-         visit.template operator()<RegisterRowGroup<64, 64>>() || visit.template operator()<RegisterRowGroup<128, 128>>();
-}
 
 }  // namespace flash_online::cuda

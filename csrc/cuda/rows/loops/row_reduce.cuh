@@ -2,11 +2,10 @@
 //
 // An operator (dispatch.cuh) needs a row twice: to find its maximum and sum, then to compute results from its elements. The
 // kinds of row differ in where the row stays between these two passes. All have the same members, so that an operator is
-// written once. A vector is 16 bytes; lengths count the vectors of all tensors that the operator reads.
+// written once. A vector is 16 bytes; lengths count the vectors of all tensors that the operator reads. ../choice.h chooses.
 //
 //   kind           file               where the row stays              chosen for
 //   StridedRow     strided_row.cuh    global memory, read twice        rows of classes that are not contiguous
-//   (in vectors)   vector_rows.cuh    registers, with other rows       2 classes, side by side
 //   block row      block_row.cuh      shared memory, with other rows   up to 16 vectors (256 bytes), and some of up to 256
 //   RegisterRow    register_row.cuh   registers                        up to 512 vectors; up to 2048 for operators that only
 //                                                                      reduce and for 4-byte elements dealt by words

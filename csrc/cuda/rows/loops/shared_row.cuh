@@ -1,12 +1,10 @@
-// Contiguous rows in shared memory, for operators with results as long as the row: 513 vectors and more, until the shared
-// memory of the largest cluster is full (3 MiB per row on an H100). cp.async copies a row there without passing through
-// registers. A row has one CTA, or a cluster of CTAs that exchange their maxima and sums.
-//
-// CTAs are small, so that an SM holds several rows at a time: while one is read, another is written. visit_shared_group at the
-// end of this file chooses the size.
+// Contiguous rows in shared memory, for operators with results as long as the row, until the shared memory of the largest
+// cluster is full (3 MiB per row on an H100). cp.async copies a row there without passing through registers. A row has one CTA,
+// or a cluster of CTAs that exchange their maxima and sums; choice.h chooses their size.
 #pragma once
 
 #include "../../hw/cp_async.cuh"
+#include "../choice.h"
 #include "staged_vectors.cuh"
 
 namespace flash_online::cuda {
@@ -22,7 +20,6 @@ struct SharedRowGroup {
   static constexpr int kThreads = kThreads_, kMaxVectors = kMaxVectors_, kCtasPerSm = kCtasPerSm_;
   static constexpr bool kCluster = kCluster_;
   static constexpr int kLanesPerRow = kWarpSize;
-  static constexpr int kVectorsPerCta = kThreads * kMaxVectors;  // at most
   static constexpr int kSlots = 4;  // merges per kernel, at most
 
   __device__ __forceinline__ static int cta_in_row() { return kCluster ? cluster_rank() : 0; }
@@ -181,8 +178,8 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
 template <class Group_, int kTensors>
 struct SharedSegments {
   using Group = Group_;
-  static constexpr int kThreads = Group::kThreads, kWords = 4, kUnroll = 4;
-  static constexpr int kSegmentWords = kThreads * kWords;
+  static constexpr int kThreads = Group::kThreads, kUnroll = 4;
+  static constexpr int kSegmentWords = kThreads * kWordsPerVector;
   static constexpr int kPitch = 4 * kSegmentWords + 2 * kVectorBytes;  // a segment may begin late, and end as late
   static constexpr bool kStagesOtherSizes = false;
   uint64_t* full;
@@ -326,7 +323,7 @@ void launch_shared_rows(const RowProblem& problem, int cluster, int vectors, cud
   const auto launch_as = [&]<auto kKernel>(int segment_bytes) {
     launch<kKernel>(shared, ctas, Group::kThreads, vectors * Op::kTensors * segment_bytes, stream, true, cluster);
   };
-  if (is_dealt_by_vectors<T>(problem.classes))
+  if (is_whole(sizeof(T), problem.classes))
     return launch_as.template operator()<shared_kernel<Op, Group, T, R>>(Group::kThreads * kVectorBytes);
   if constexpr (sizeof(T) == 2) {
     bool odd_words = false;
@@ -336,59 +333,6 @@ void launch_shared_rows(const RowProblem& problem, int cluster, int vectors, cud
           SharedSegments<Group, Op::kTensors>::kPitch);
   }
   launch_as.template operator()<staged_kernel<Op, Group, T, R, Deal::kWords>>(SharedSegments<Group, Op::kTensors>::kPitch);
-}
-
-// ---- which row group
-
-// Measured: the smaller the CTAs the better, and the more of them in a cluster the better, up to 8; but rows that fit into one
-// CTA are fastest without a cluster. Rows of over ten vectors per thread have LargeCta on GPUs without clusters only.
-using SmallCta = SharedRowGroup<128, 8, 9, false>;
-using MediumCta = SharedRowGroup<256, 8, 5, false>;
-using LargeCta = SharedRowGroup<256, 16, 5, false>;
-using SmallCluster = SharedRowGroup<256, 8, 5, true>;
-using MediumCluster = SharedRowGroup<256, 16, 5, true>;
-using LargeCluster = SharedRowGroup<512, 12, 2, true>;
-using LargestCluster = SharedRowGroup<1024, 12, 1, true>;
-
-// True if the shared memory of the largest CTA of a group fits on the device.
-template <class Group>
-bool shared_group_fits() {
-  constexpr int kStatic = 20 << 10;  // bytes of shared memory in addition to the row, at most
-  return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= Group::kVectorsPerCta * kVectorBytes + kStatic;
-}
-
-// The longest row that stays on the chip, in vectors of all tensors that the operator reads.
-inline int64_t max_on_chip_vectors(bool reduces) {
-  if (reduces) return kMaxRegisterVectorsReadOnly;
-  if (largest_cluster() == 1) return LargeCta::kVectorsPerCta;
-  const int per_cta = shared_group_fits<LargestCluster>() ? LargestCluster::kVectorsPerCta
-                      : shared_group_fits<LargeCluster>() ? LargeCluster::kVectorsPerCta
-                                                          : MediumCluster::kVectorsPerCta;
-  return int64_t{per_cta} * largest_cluster();
-}
-
-// Calls f.operator()<Group>(CTAs per row, vectors of a tensor per thread) with the row group for rows of `vectors` vectors in
-// each of `tensors` tensors; false if they are too long. The length alone decides, as in visit_register_group.
-template <class F>
-bool visit_shared_group(int64_t vectors, int tensors, const F& f) {
-  const auto visit = [&]<class Group>(int cluster, int most = Group::kMaxVectors) {
-    const int64_t per_thread = ceil_div(vectors, int64_t{Group::kThreads} * cluster);
-    if (per_thread * tensors > most || !shared_group_fits<Group>()) return false;
-    f.template operator()<Group>(cluster, static_cast<int>(per_thread));
-    return true;
-  };
-  if (visit.template operator()<SmallCta>(1) || visit.template operator()<MediumCta>(1)) return true;
-  constexpr int kMostInOneCta = 10;  // 40 KiB
-  if (visit.template operator()<LargeCta>(1, kMostInOneCta)) return true;
-  const int max_cluster = largest_cluster();
-  if (max_cluster == 1) return visit.template operator()<LargeCta>(1);
-  constexpr int kMostBelowMaxCluster = 12;  // 48 KiB per CTA
-  for (int cluster = 2; cluster <= max_cluster; cluster *= 2) {
-    if (visit.template operator()<SmallCluster>(cluster)) return true;
-    const int most = cluster < max_cluster ? kMostBelowMaxCluster : MediumCluster::kMaxVectors;
-    if (visit.template operator()<MediumCluster>(cluster, most)) return true;
-  }
-  return visit.template operator()<LargeCluster>(max_cluster) || visit.template operator()<LargestCluster>(max_cluster);
 }
 
 }  // namespace flash_online::cuda

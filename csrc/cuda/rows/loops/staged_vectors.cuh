@@ -82,23 +82,21 @@ struct Run {
 
 // ---- what a thread has of a row
 
-// The distribution of a row over its threads. Rows of a whole number of vectors are dealt by vectors of 16 bytes, which are
-// aligned in shared memory. All other rows are dealt by words of 4 bytes, so that neighbouring threads have neighbouring words:
-// no length has bank conflicts. kOddWords is for words that may be off a multiple of 4 bytes: rows of 16-bit elements.
+// The distribution of a row over its threads. Rows of a whole number of vectors (is_whole in choice.h) are dealt by vectors of
+// 16 bytes, which are aligned in shared memory. All other rows are dealt by words of 4 bytes, so that neighbouring threads have
+// neighbouring words: no length has bank conflicts. kOddWords is for words that may be off a multiple of 4 bytes: rows of
+// 16-bit elements.
 enum class Deal { kVectors, kWords, kOddWords };
 
-template <class T>
-__host__ __device__ constexpr bool is_dealt_by_vectors(int64_t classes) {
-  return classes * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0;
-}
+constexpr int kWordsPerVector = kVectorBytes / 4;
 
 // The classes of one vector of a thread, a part of the segment that begins at word `first` of the row. In a segment a thread
-// has a vector of kWords words, or the words thread, thread + kThreads, ...
-template <int kThreads, int kWords, int kPerWord, Deal kDeal>
+// has a vector of neighbouring words, or the words thread, thread + kThreads, ...
+template <int kThreads, int kPerWord, Deal kDeal>
 struct StagedClasses {
   int first, thread;
   __device__ __forceinline__ int operator()(int e) const {
-    const int word = kDeal == Deal::kVectors ? thread * kWords + e / kPerWord : e / kPerWord * kThreads + thread;
+    const int word = kDeal == Deal::kVectors ? thread * kWordsPerVector + e / kPerWord : e / kPerWord * kThreads + thread;
     return (first + word) * kPerWord + e % kPerWord;
   }
   __device__ __forceinline__ bool within(int e, int classes) const {
@@ -106,14 +104,14 @@ struct StagedClasses {
   }
   __device__ __forceinline__ bool contain(int c) const {
     const int word = c / kPerWord - first;
-    if (word < 0 || word >= kThreads * kWords) return false;
-    return (kDeal == Deal::kVectors ? word / kWords : word % kThreads) == thread;
+    if (word < 0 || word >= kThreads * kWordsPerVector) return false;
+    return (kDeal == Deal::kVectors ? word / kWordsPerVector : word % kThreads) == thread;
   }
 };
 
 // A thread's vectors of a row in shared memory, or in global memory (GlobalSegments). They are kept in registers if kHeld, else
 // read again each time. A row consists of segments; a thread has vector i in segment i. Segments says where segments are:
-//   kThreads, kWords, kUnroll     threads that share a segment; words per vector; how far loops over vectors are unrolled
+//   kThreads, kUnroll             threads that share a segment; how far loops over vectors are unrolled
 //   count()                       vectors per thread, at most
 //   first_word(i)                 the word of the row at which segment i begins
 //   offset(i)                     bytes from the begin of segment 0 to that of segment i, where the row is
@@ -124,9 +122,9 @@ template <class Segments, class T, Deal kDeal, bool kHeld>
 class StagedVectors {
  public:
   using Group = typename Segments::Group;
-  static constexpr int kThreads = Segments::kThreads, kWords = Segments::kWords, kPerWord = 4 / static_cast<int>(sizeof(T));
-  static constexpr int kUnroll = Segments::kUnroll, kElements = kWords * kPerWord;
-  using Classes = StagedClasses<kThreads, kWords, kPerWord, kDeal>;
+  static constexpr int kThreads = Segments::kThreads, kPerWord = 4 / static_cast<int>(sizeof(T));
+  static constexpr int kUnroll = Segments::kUnroll, kElements = kPerVector<T>;
+  using Classes = StagedClasses<kThreads, kPerWord, kDeal>;
 
   // `row` is in shared memory, as is `result`, the place of results that are written to the view `of_result`. A row that does
   // not exist has classes 0; `longest` is the length of those that do.
@@ -160,7 +158,7 @@ class StagedVectors {
   __device__ __forceinline__ Classes classes_of(int i) const { return {segments_.first_word(i), segments_.thread()}; }
   __device__ __forceinline__ bool owns(int c) const {
     const int word = c / kPerWord;
-    return (kDeal == Deal::kVectors ? word / kWords : word) % kThreads == segments_.thread() && segments_.has(word);
+    return (kDeal == Deal::kVectors ? word / kWordsPerVector : word) % kThreads == segments_.thread() && segments_.has(word);
   }
   __device__ __forceinline__ float element_of(int c) const {
     return widen(*reinterpret_cast<const T*>(row_ + segments_.offset_of(c / kPerWord) + c % kPerWord * sizeof(T)));
@@ -210,7 +208,7 @@ class StagedVectors {
     return (classes_ - (segments_.first_word(i) + segments_.thread()) * kPerWord) * static_cast<int>(sizeof(T));
   }
   __device__ __forceinline__ bool is_full(int i) const {
-    return (segments_.first_word(i) + kThreads * kWords) * kPerWord <= classes_;
+    return (segments_.first_word(i) + kThreads * kWordsPerVector) * kPerWord <= classes_;
   }
 
   __device__ __forceinline__ uint4 load(int i) const {
@@ -229,11 +227,11 @@ class StagedVectors {
       unsigned w[4] = {};
       if (is_full(i)) {
 #pragma unroll
-        for (int j = 0; j < kWords; ++j) w[j] = word(j);
+        for (int j = 0; j < kWordsPerVector; ++j) w[j] = word(j);
       } else {
         const int left = left_in_row(i);
 #pragma unroll
-        for (int j = 0; j < kWords; ++j) {
+        for (int j = 0; j < kWordsPerVector; ++j) {
           const int left_here = left - j * kThreads * 4;
           w[j] = lowest_vector<T>().x;
           if (left_here >= 4) w[j] = word(j);
@@ -248,10 +246,7 @@ class StagedVectors {
   // Results of the elements' size take the elements' places.
   template <class Result>
   __device__ __forceinline__ void write(int i, const float (&z)[kElements]) const {
-    float padded[kPerVector<T>] = {};
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) padded[e] = z[e];
-    const uint4 packed = pack<Result>(padded);
+    const uint4 packed = pack<Result>(z);
     if constexpr (kDeal == Deal::kVectors) {
       if ((segments_.first_word(i) + segments_.thread() * 4) * kPerWord < classes_)
         *reinterpret_cast<uint4*>(result_ + segments_.offset(i) + segments_.thread() * kVectorBytes) = packed;
@@ -262,12 +257,12 @@ class StagedVectors {
       const bool full = is_full(i);
       if (kDeal == Deal::kWords && full) {
 #pragma unroll
-        for (int j = 0; j < kWords; ++j) word(j) = w[j];
+        for (int j = 0; j < kWordsPerVector; ++j) word(j) = w[j];
         return;
       }
       const int left = left_in_row(i);
 #pragma unroll
-      for (int j = 0; j < kWords; ++j) {
+      for (int j = 0; j < kWordsPerVector; ++j) {
         const int left_here = left - j * kThreads * 4;
         unsigned short* elements = reinterpret_cast<unsigned short*>(&word(j));
         if (kDeal == Deal::kWords && left_here >= 4) {
@@ -304,10 +299,10 @@ class StagedVectors {
 template <class Group_, int kThreads_, int kVectors>
 struct AdjacentSegments {
   using Group = Group_;
-  static constexpr int kThreads = kThreads_, kWords = 4, kUnroll = kVectors;
+  static constexpr int kThreads = kThreads_, kUnroll = kVectors;
   __device__ __forceinline__ static constexpr int count() { return kVectors; }
   __device__ __forceinline__ static int thread() { return Group::thread_in_row(); }
-  __device__ __forceinline__ static constexpr int first_word(int i) { return i * kThreads * kWords; }
+  __device__ __forceinline__ static constexpr int first_word(int i) { return i * kThreads * kWordsPerVector; }
   __device__ __forceinline__ static constexpr int offset(int i) { return first_word(i) * 4; }
   __device__ __forceinline__ static int offset_of(int word) { return word * 4; }
   __device__ __forceinline__ static constexpr bool has(int) { return true; }
