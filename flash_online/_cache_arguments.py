@@ -15,6 +15,7 @@ from ._plain import are_plain_numbers, is_compiling
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # dtypes that only caches have
 CACHE_NAMES = ("key_cache", "value_cache")
+MANY_KEYS = 1 << 31  # above the number of keys of any sequence
 
 
 class Where(NamedTuple):
@@ -47,6 +48,25 @@ class Where(NamedTuple):
                 check_numbers(name, tensor, like, batch)
                 numbers[name] = tensor.contiguous()
         return cls(*numbers.values(), block_table)
+
+
+class Starts(NamedTuple):
+    """The starts of packed rows, int32 [sequences + 1], or None if rows are not packed; `used` are the numbers of queries that
+    take part, int32 [sequences], or None for all."""
+
+    queries: Tensor | None
+    used: Tensor | None
+    new: Tensor | None
+
+
+class Scales(NamedTuple):
+    """The factors of cached keys and values, float32 [sequences, Hkv], or None."""
+
+    key: Tensor | None
+    value: Tensor | None
+
+
+NO_SCALES = Scales(None, None)
 
 
 class RotaryEmbedding(NamedTuple):
@@ -247,8 +267,10 @@ def check_slots(slots, key: Tensor) -> None:
         raise InvalidArgument(f"slots: expected {key.shape[0]}, one per row of key, got {slots.shape[0]}")
 
 
-def expand_scales(key_scale, value_scale, batch: int, key_cache: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def expand_scales(key_scale, value_scale, batch: int, key_cache: Tensor) -> Scales:
     """The scales, expanded to [batch, Hkv]."""
+    if key_scale is value_scale is None:
+        return NO_SCALES
     shape = (batch, key_cache.shape[1])
     expanded = []
     for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
@@ -260,17 +282,14 @@ def expand_scales(key_scale, value_scale, batch: int, key_cache: Tensor) -> tupl
             except RuntimeError:
                 raise InvalidArgument(f"{name}: expected what broadcasts to {list(shape)}, got {list(scale.shape)}") from None
         expanded.append(scale)
-    return tuple(expanded)
+    return Scales(*expanded)
 
 
 def check_splits(num_splits) -> int:
     splits = 0 if num_splits is None else check_int("num_splits", num_splits)
     if splits < 0:
         raise InvalidArgument(f"num_splits: expected None or an int >= 0, got {splits}")
-    return _MOST_SPLITS if is_known(splits > _MOST_SPLITS) else splits
-
-
-_MOST_SPLITS = 1 << 31  # above the number of keys of any sequence
+    return MANY_KEYS if is_known(splits > MANY_KEYS) else splits
 
 
 def check_out(out: Tensor, query: Tensor, width: int) -> None:

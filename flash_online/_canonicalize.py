@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from . import _policy
 from ._checks import check_flag, check_float, check_softcap, check_tensor
 from ._ops import FLOATING, InvalidArgument, UnsupportedDtype, is_known
 
@@ -70,7 +71,7 @@ def check_kinds(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
             raise InvalidArgument(f"{mask_name}: expected query's device {query.device}, got {mask.device}")
 
 
-def check_attention_types(tensors: dict, optional: dict, flags: dict) -> None:
+def check_types(tensors: dict, optional: dict, flags: dict) -> None:
     """Raises TypeError with the argument's name unless `tensors` are Tensors, `optional` Tensors or None, `flags` bools."""
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
@@ -81,9 +82,43 @@ def check_attention_types(tensors: dict, optional: dict, flags: dict) -> None:
         check_flag(name, flag)
 
 
-def check_attention_options(query, heads_dim, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p) -> None:
-    """Raises InvalidArgument unless the options of `attention` or `varlen_attention` are valid; `heads_dim` is the dimension of
-    query that counts its heads."""
+def check_attention(
+    query, key, value, mask, heads_dim, *,
+    causal, window, alignment, softcap, alibi_slopes, sinks, dropout_p, scale, return_lse, deterministic,
+) -> None:  # fmt: skip
+    """Raises TypeError or InvalidArgument unless these arguments of `attention` or `varlen_attention` have the right types, and
+    the options are valid."""
+    flags = {"causal": causal, "return_lse": return_lse}
+    if deterministic is not None:
+        flags["deterministic"] = deterministic
+    optional = {"mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    check_types({"query": query, "key": key, "value": value}, optional, flags)
+    check_attention_options(query, heads_dim, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
+    if scale is not None:
+        check_float("scale", scale)
+
+
+def cast_and_check(function: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p) -> tuple:
+    """The tensors after autocast's casts. Raises unless kernels of `function` take them."""
+    query, key, value, mask = autocast(query, key, value, mask)
+    check_kinds(query, key, value, mask)
+    _policy.require_kernel(function, query=query, key=key, value=value, mask=mask)
+    _policy.require_no_dropout(function, query, dropout_p)
+    return query, key, value, mask
+
+
+def expand_slopes(alibi_slopes: Tensor, shape) -> Tensor:
+    """The slopes, expanded to a shape [..., Hq]."""
+    if alibi_slopes.dim() > len(shape) or broadcast("query, alibi_slopes", shape, alibi_slopes.shape) != tuple(shape):
+        raise InvalidArgument(
+            f"alibi_slopes: expected [{shape[-1]}], one slope per query head, or {list(shape)}, one for each sequence too, got "
+            f"{list(alibi_slopes.shape)}"
+        )
+    return alibi_slopes.expand(shape)
+
+
+def check_attention_options(query, heads_dim, window, alignment, softcap, sinks, alibi_slopes, dropout_p) -> None:
+    """Raises InvalidArgument unless these options are valid; `heads_dim` is the dimension of query that counts its heads."""
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             raise InvalidArgument(f"window: expected None or a pair (left, right), got {window!r}")

@@ -624,7 +624,7 @@ def _cross_entropy_backward_vmap(
 _register("cross_entropy_backward", _cross_entropy_backward_fake, _cross_entropy_backward_vmap, _no_flops)
 
 
-_FEW_LOSSES = 8192  # kFewLosses in csrc/cuda/rows/rows.h: a test compares them
+_FEW_LOSSES = 8192  # kFewLosses in csrc/cuda/rows/rows.h
 
 
 def _cross_entropy_loss_fake(input, target, weight, ignore_index, label_smoothing, mean, dtype):

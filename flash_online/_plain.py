@@ -11,51 +11,42 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _policy
-from ._autograd import eager_transforms_active
 from ._ops import FLOATING
 
 # Tensors that torch.export traces without Dynamo are not plain.
 is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _any_autocast_enabled, _any_transforms = torch._C._is_any_autocast_enabled, torch._C._are_functorch_transforms_active
 _any_function_mode, _traced_by_jit = torch._C._is_torch_function_mode_enabled, _policy.traced_by_jit
-_STRIDED, _FLOAT64 = torch.strided, torch.float64
+_STRIDED = torch.strided
+NUMBERS = (float, int)  # types of options that need no check
 
 
-def is_plain(function: str, tensor) -> bool:
-    """Returns whether kernels of `function` take this tensor unchanged: dense, of a floating dtype, on a device with kernels;
-    autocast, torch.func, tracers and TorchFunctionModes are off. It may require a gradient."""
-    if type(tensor) is not Tensor or is_compiling() or _any_autocast_enabled() or _traced_by_jit() is not None:
-        return False
-    if _any_transforms() or forward_ad._current_level >= 0 or _any_function_mode():  # eager_transforms_active, without its call
-        return False
-    dtype = tensor.dtype
-    if dtype not in FLOATING or tensor.layout is not _STRIDED or tensor.is_nested:
-        return False
-    if tensor.is_cpu:
-        return True
-    return tensor.is_cuda and _policy.has_cuda_kernel(function, tensor.get_device())
+def are_plain(function: str, first, others: tuple = (), inference: bool = False) -> bool:
+    """Returns whether kernels of `function` take these tensors unchanged: dense, of one floating dtype, on one device that has
+    kernels for it; tracers, torch.func, forward mode, autocast and TorchFunctionModes are off.
 
-
-def are_plain(function: str, tensors: tuple) -> bool:
-    """Returns whether kernels of `function` take these tensors unchanged: dense, of one floating dtype, on one device with
-    kernels, without a gradient; torch.func and tracers are off. Autocast does not change these functions."""
-    if is_compiling() or eager_transforms_active() or _traced_by_jit() is not None:
+    `inference` is for functions over cached keys. They refuse a tensor that requires a gradient. Autocast and
+    TorchFunctionModes may be on: autocast casts to the cache's dtype, and torch has no such function that a mode could replace.
+    """
+    if type(first) is not Tensor or is_compiling() or _traced_by_jit() is not None:
         return False
-    first, grads = tensors[0], is_grad_enabled()
-    if type(first) is not Tensor:
+    if _any_transforms() or forward_ad._current_level >= 0:  # eager_transforms_active, without its call
         return False
-    dtype, index = first.dtype, first.get_device()  # -1: the CPU, or a device without indices
-    for tensor in tensors:
+    if not inference and (_any_autocast_enabled() or _any_function_mode()):
+        return False
+    dtype, on_cpu, refuses_grad = first.dtype, first.is_cpu, inference and is_grad_enabled()
+    if dtype not in FLOATING or first.layout is not _STRIDED or first.is_nested or refuses_grad and first.requires_grad:
+        return False
+    if not on_cpu:
+        index = first.get_device()
+        if not (first.is_cuda and _policy.has_cuda_kernel(function, index, dtype)):
+            return False
+    for tensor in others:
         if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.layout is not _STRIDED or tensor.is_nested:
             return False
-        if tensor.get_device() != index or grads and tensor.requires_grad:
+        if not tensor.is_cpu if on_cpu else tensor.get_device() != index:
             return False
-    if dtype not in FLOATING:
-        return False
-    if index >= 0:
-        return first.is_cuda and dtype is not _FLOAT64 and _policy.has_cuda_kernel(function, index)
-    for tensor in tensors:
-        if not tensor.is_cpu:
+        if refuses_grad and tensor.requires_grad:
             return False
     return True
 

@@ -112,12 +112,12 @@ def refusal(
             continue
         if not tensor.is_cuda:
             return f"device {tensor.device.type}: kernels are for CPU and CUDA"
-        if not has_cuda_kernel(function, tensor.get_device()):
+        if not has_cuda_kernel(function, tensor.get_device(), tensor.dtype):
             if function not in ON_CUDA:
                 return f"no CUDA kernel for {function} in this build"
+            if _major(tensor.get_device()) >= _OLDEST_GPU:
+                return "float64 on CUDA"
             return f"{tensor.device} is older than compute capability {_OLDEST_GPU}.0"
-        if tensor.dtype is torch.float64 and function in _NO_FLOAT64_ON_CUDA:
-            return "float64 on CUDA"
     return None
 
 
@@ -137,16 +137,18 @@ def in_onnx_export() -> bool:
 traced_by_jit = torch._C._get_tracing_state  # None outside torch.jit.trace
 
 
-def has_cuda_kernel(function: str, index: int) -> bool:
-    """Returns whether our kernels run the function on the CUDA device of this index, in all dtypes that it takes there."""
-    return function in ON_CUDA and (_majors.get(index) or _major(index)) >= _OLDEST_GPU
+def has_cuda_kernel(function: str, index: int, dtype: torch.dtype) -> bool:
+    """Returns whether our kernels run the function on the CUDA device of this index, in this dtype if the function takes it."""
+    if function not in ON_CUDA or (_majors.get(index) or _major(index)) < _OLDEST_GPU:
+        return False
+    return dtype is not torch.float64 or function not in _NO_FLOAT64_ON_CUDA
 
 
 def require_kernel(function: str, *, dtype: torch.dtype | None = None, dim: Any = None, **tensors: Tensor | None) -> None:
     """Raises NotImplementedError, with the argument's name and the reason, if our kernels do not take these tensors or results
     in `dtype`. For functions that torch does not have."""
     for position, (name, tensor) in enumerate(tensors.items()):
-        reason = refusal(function, tensor, dtype=dtype, dim=dim, first=position)
+        reason = None if tensor is None else refusal(function, tensor, dtype=dtype, dim=dim, first=position)
         if reason is not None:
             raise no_kernel(function, reason if reason.startswith("dtype") else f"{name}: {reason}")
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _policy
 from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors, default_scale
@@ -22,17 +21,10 @@ from ._autograd import (
     requires_grad,
     unwrap_if_dead,
 )
-from ._canonicalize import (
-    autocast,
-    broadcast,
-    canonicalize,
-    check_attention_options,
-    check_attention_types,
-    check_kinds,
-    window_bounds,
-)
-from ._checks import check_float, none_as_zero
-from ._ops import FLOATING, InvalidArgument, accumulator_of, below_autograd, ops, surfaced
+from ._canonicalize import canonicalize, cast_and_check, check_attention, expand_slopes, window_bounds
+from ._checks import none_as_zero
+from ._ops import accumulator_of, below_autograd, ops, surfaced
+from ._plain import NUMBERS, are_plain, is_grad_enabled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -129,32 +121,22 @@ def attention(
     """
     softcap = none_as_zero(softcap)
     plain = mask is window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left"
-    plain = plain and type(softcap) in _NUMBERS and type(dropout_p) in _NUMBERS and type(causal) is bool
+    plain = plain and type(softcap) in NUMBERS and type(dropout_p) in NUMBERS and type(causal) is bool
     if plain and not (softcap or dropout_p or return_lse):
         out = try_fast_path(query, key, value, causal, scale, True)
         if out is not None:
             return out
-    check_attention_types(
-        {"query": query, "key": key, "value": value},
-        {"mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks},
-        {"causal": causal, "return_lse": return_lse} | ({} if deterministic is None else {"deterministic": deterministic}),
-    )
-    check_attention_options(query, -3, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
-    query, key, value, mask = autocast(query, key, value, mask)
-    check_kinds(query, key, value, mask)
-    _policy.require_kernel("attention", query=query, key=key, value=value, mask=mask)
-    _policy.require_no_dropout("attention", query, dropout_p)
-    query, key, value, mask, restore = canonicalize(query, key, value, mask)
-    if alibi_slopes is not None:
-        if broadcast("query, alibi_slopes", query.shape[:-2], alibi_slopes.shape) != query.shape[:-2]:
-            raise InvalidArgument(f"alibi_slopes: expected [Hq], or [..., Hq] of query's batch, got {list(alibi_slopes.shape)}")
-        alibi_slopes = alibi_slopes.expand(query.shape[:-2])
+    check_attention(
+        query, key, value, mask, -3, causal=causal, window=window, alignment=alignment, softcap=softcap, scale=scale,
+        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, return_lse=return_lse, deterministic=deterministic,
+    )  # fmt: skip
+    query, key, value, mask, restore = canonicalize(*cast_and_check("attention", query, key, value, mask, dropout_p))
     out, lse = attention_impl(
         query,
         key,
         value,
         mask,
-        alibi_slopes=alibi_slopes,
+        alibi_slopes=None if alibi_slopes is None else expand_slopes(alibi_slopes, query.shape[:-2]),
         sinks=sinks,
         causal=causal,
         window=window or (None, None),
@@ -181,28 +163,12 @@ def attention(
 def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, groups: bool) -> Tensor | None:
     """Attention of plain tensors without options: one operator call, which takes 1 microsecond instead of 20 for all checks.
 
-    Plain tensors need no view and no cast: they are dense, of one floating dtype, on one device with kernels, of one rank >= 4
-    and equal batch dimensions, and autocast, torch.func, tracers and TorchFunctionModes are off. Returns None for any other
-    call: the caller then runs all checks, and broadcasts or raises. `groups`: key and value may have fewer heads than query.
+    It takes tensors that need no view and no cast: plain ones of one rank >= 4 with equal batch dimensions. It returns None for
+    any other call: the caller then runs all checks, and broadcasts or raises. `groups`: key and value may have fewer heads than
+    query.
     """
-    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
-        return None
-    if is_compiling() or _any_autocast_enabled() or _any_function_mode() or _traced_by_jit() is not None:
-        return None
-    if _any_transforms() or forward_ad._current_level >= 0:  # eager_transforms_active, without its call
-        return None
-    if query.is_nested or key.is_nested or value.is_nested:  # nested tensors have no shape
-        return None
-    dtype = query.dtype
-    if not (dtype is key.dtype is value.dtype and dtype in FLOATING and query.layout is key.layout is value.layout is _STRIDED):
-        return None
-    if query.is_cuda:
-        index = query.get_device()
-        if not (index == key.get_device() == value.get_device() and _policy.has_cuda_kernel("attention", index)):
-            return None
-        if dtype is _FLOAT64:  # functional forwards it
-            return None
-    elif not (query.is_cpu and key.is_cpu and value.is_cpu):
+    # Under the drop-in's name float64 on CUDA is not plain: the drop-in forwards it, and `attention` runs all checks.
+    if not are_plain("scaled_dot_product_attention", query, (key, value)):
         return None
     shape, key_shape, value_shape = query.shape, key.shape, value.shape
     if shape == key_shape == value_shape:
@@ -214,9 +180,9 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
         scale = default_scale(shape[-1])
     elif type(scale) is not float:
         return None
-    tf32 = dtype is torch.float32 and tf32_for(query)
+    tf32 = tf32_for(query)
     try:
-        if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        if is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             tensors = unwrap_if_dead(query), unwrap_if_dead(key), unwrap_if_dead(value)
             return _lean_attention(*tensors, (causal, scale, tf32))
         return _run_inference(query, key, value, causal, scale, tf32)
@@ -250,12 +216,6 @@ def _train(query, key, value, options):
     return out, (query, key, value, out, stats), (causal, scale, _is_deterministic(), tf32)
 
 
-# For fast paths. Tensors that torch.export traces without Dynamo are not plain.
-is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
-_any_transforms, _traced_by_jit = torch._C._are_functorch_transforms_active, _policy.traced_by_jit
-_any_autocast_enabled, _any_function_mode = torch._C._is_any_autocast_enabled, torch._C._is_torch_function_mode_enabled
-_STRIDED, _FLOAT64 = torch.strided, torch.float64
-_NUMBERS = (float, int)
 _is_deterministic = torch.are_deterministic_algorithms_enabled
 _run_inference, _run_training = below_autograd(ops.attention_inference), below_autograd(ops.attention_training)
 _run_training_backward = below_autograd(ops.attention_training_backward)
@@ -329,7 +289,7 @@ tf32_allowed._dynamo_marked_constant = True
 def operator_scale(query: Tensor, scale: float | None) -> float | None:
     """`scale` as the raw operators take it. A graph leaves the default to them, so that it is valid for any head dim."""
     if scale is not None:
-        return check_float("scale", scale)
+        return float(scale)
     return None if torch.compiler.is_compiling() or _policy.traced_by_jit() is not None else default_scale(query.shape[-1])
 
 
@@ -439,8 +399,9 @@ class _AttentionBackward(Description):
 
     @staticmethod
     def inputs(*arguments):
-        tensors, (*options, mask_grad, deterministic, tf32) = arguments[:12], arguments[12:]
-        return *tensors, AttentionOptions(*options, tf32), mask_grad, deterministic
+        *tensors, left, right, lower_right, scale, softcap, dropout_p, mask_grad, deterministic, tf32 = arguments
+        options = AttentionOptions(left, right, lower_right, scale, softcap, dropout_p, tf32)
+        return *tensors, options, mask_grad, deterministic
 
     @staticmethod
     def arguments(*inputs):

@@ -21,10 +21,10 @@ from ._autograd import (
     unwrap_if_dead,
     without_derivative,
 )
-from ._canonicalize import autocasts
-from ._checks import check_dtype, check_float, check_floating, check_index, check_tensor, differ, none_as_zero
+from ._canonicalize import autocasts, check_types
+from ._checks import check_dtype, check_float, check_floating, check_index, differ, none_as_zero
 from ._ops import InvalidArgument, accumulator_of, below_autograd, call_below, is_known, ops, surfaced
-from ._plain import are_plain_numbers, is_compiling, is_grad_enabled, is_plain
+from ._plain import are_plain, are_plain_numbers, is_compiling, is_grad_enabled
 from .softmax import inner_product, logsumexp_rows, softmax_rows
 
 
@@ -231,7 +231,7 @@ def try_fast_cross_entropy(input, target, weight, ignore_index, reduction: str, 
     which then runs all checks."""
     if weight is not None or type(ignore_index) is not int or type(label_smoothing) is not float:
         return None
-    if reduction not in ("mean", "sum") or not 0 <= label_smoothing <= 1 or not is_plain("cross_entropy", input):
+    if reduction not in ("mean", "sum") or not 0 <= label_smoothing <= 1 or not are_plain("cross_entropy", input):
         return None
     if not are_plain_numbers(target, input, 1, torch.int64) or _checked.active:
         return None
@@ -286,9 +286,6 @@ def _weighted_probabilities_loss(input, target, weight, label_smoothing: float):
 
 def check_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index, label_smoothing) -> None:
     """Raises torch's exception types for tensors and options that do not fit together."""
-    for name, tensor in (("input", input), ("target", target), ("weight", weight)):
-        if not (name == "weight" and tensor is None):
-            check_tensor(name, tensor)
     ignore_index = check_index("ignore_index", ignore_index, any_rank=True)
     if check_float("label_smoothing", label_smoothing) > 1:
         raise InvalidArgument(f"label_smoothing: expected 0 to 1, got {label_smoothing}")
@@ -491,6 +488,7 @@ def cross_entropy(
         if result is not None:
             return result
     reduction = reduction_enum(reduction, size_average, reduce)
+    check_types({"input": input, "target": target}, {"weight": weight}, {})
     check_cross_entropy(input, target, weight, ignore_index, label_smoothing)
     _policy.require_kernel("cross_entropy", input=input, target=target, weight=weight)
     dtype = check_dtype(dtype)

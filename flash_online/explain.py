@@ -294,6 +294,9 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+_KEYS_PER_BLOCK = 64  # on the CPU; kKeys in csrc/cpu/attention/mask_tile.h
+
+
 def _scratch(operator: str, call: SimpleNamespace) -> int:
     """An upper bound of the bytes that a forward operator allocates in addition to its results if every thread works; 0 if
     unknown: there is no introspection module, or it depends on values in tensors."""
@@ -310,11 +313,11 @@ def _scratch(operator: str, call: SimpleNamespace) -> int:
     strides, tables = [tensor.stride() for tensor in (call.key, call.value)], 0
     if operator == "attention_varlen_forward":
         # This is the bound of one dense sequence that is long enough for any lengths of the packed ones: each of these may end
-        # in a partial block of 64 keys, and keys are copied if no length is a multiple of a block, hence the + 1. The tables
+        # in a partial block of keys, and keys are copied if no length is a multiple of a block, hence the + 1. The tables
         # hold the index of each sequence's first tile, once for queries and once for keys.
         sequences = call.cu_seqlens_q.shape[0] - 1
         (queries, heads, head_dim), (keys, *key_sizes), (_, *value_sizes) = shapes
-        keys = (keys + 63 * sequences + 63) // 64 * 64 + 1
+        keys = -(-(keys + (_KEYS_PER_BLOCK - 1) * sequences) // _KEYS_PER_BLOCK) * _KEYS_PER_BLOCK + 1
         shapes = [(heads, queries, head_dim), *((own, keys, size) for own, size in (key_sizes, value_sizes))]
         strides = [(head, row, column) for row, head, column in strides]
         tables = 2 * (((sequences + 1) * 8 + 63) // 64 * 64)

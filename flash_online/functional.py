@@ -17,11 +17,12 @@ import torch.nn.functional as _torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from ._canonicalize import autocast, autocasts, canonicalize, check_kinds
+from ._canonicalize import autocast, autocasts, canonicalize, check_kinds, check_types
 from ._causal_bias import CausalRule
-from ._checks import check_device, check_dtype, check_flag, check_float, check_tensor, is_empty
+from ._checks import check_dtype, check_float, is_empty
 from ._ops import InvalidArgument
 from ._patches import describe, shards
+from ._plain import NUMBERS
 from ._policy import dropout_refusal, forward_to_torch, require_kernel, why_forwarded
 from .attention import attention_impl, try_fast_path
 from .cross_entropy import check_cross_entropy, cross_entropy_impl, reduction_enum, try_fast_cross_entropy
@@ -123,7 +124,7 @@ def scaled_dot_product_attention(
     """
     if _torch.scaled_dot_product_attention is not _standing:
         _refuse_shards(query, key, value)
-    plain = attn_mask is None and type(dropout_p) in (float, int) and not dropout_p
+    plain = attn_mask is None and type(dropout_p) in NUMBERS and not dropout_p
     if plain and type(is_causal) is bool is type(enable_gqa):
         out = try_fast_path(query, key, value, is_causal, scale, enable_gqa)
         if out is not None:
@@ -133,14 +134,8 @@ def scaled_dot_product_attention(
         options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
         options["enable_gqa"] = enable_gqa
         return handle_torch_function(scaled_dot_product_attention, tensors, query, key, value, **options)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_tensor(name, tensor)
-    if attn_mask is not None:
-        check_tensor("attn_mask", attn_mask)
-    for name, tensor in (("key", key), ("value", value), ("attn_mask", attn_mask)):
-        check_device(name, tensor, "query", query)
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        check_flag(name, flag)
+    named, flags = {"query": query, "key": key, "value": value}, {"is_causal": is_causal, "enable_gqa": enable_gqa}
+    check_types(named, {"attn_mask": attn_mask}, flags)
     dropout_p = check_float("dropout_p", dropout_p)
     if scale is not None:
         scale = check_float("scale", scale)
@@ -253,11 +248,7 @@ def _cross_entropy(input, target, weight, size_average, ignore_index, reduce, re
         options = {"weight": weight, "size_average": size_average, "ignore_index": ignore_index, "reduce": reduce}
         options |= {"reduction": reduction, "label_smoothing": label_smoothing}
         return handle_torch_function(cross_entropy, tensors, input, target, **options)
-    for name, tensor in (("input", input), ("target", target), ("weight", weight)):
-        if not (tensor is None and name == "weight"):
-            check_tensor(name, tensor)
-    for name, tensor in (("target", target), ("weight", weight)):
-        check_device(name, tensor, "input", input)
+    check_types({"input": input, "target": target}, {"weight": weight}, {})
     reason = why_forwarded("cross_entropy", input, target, weight)
     if reason is not None:
         return forward_to_torch(
@@ -299,16 +290,11 @@ def linear_cross_entropy(
         keywords = {"linear_bias": linear_bias, "weight": weight, "reduction": reduction, "ignore_index": ignore_index}
         keywords |= {"label_smoothing": label_smoothing, "options": options}
         return handle_torch_function(linear_cross_entropy, tensors, input, linear_weight, target, **keywords)
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
-        check_tensor(name, tensor)
-    for name, tensor in (("linear_bias", linear_bias), ("weight", weight)):
-        if tensor is not None:
-            check_tensor(name, tensor)
-    others = (("linear_weight", linear_weight), ("target", target), ("linear_bias", linear_bias), ("weight", weight))
-    for name, tensor in others:
-        check_device(name, tensor, "input", input)
+    named = {"input": input, "linear_weight": linear_weight, "target": target}
+    optional = {"linear_bias": linear_bias, "weight": weight}
+    check_types(named, optional, {})
     if "linear_cross_entropy" not in ORIGINALS:
-        require_kernel("linear_cross_entropy", input=input, **dict(others))
+        require_kernel("linear_cross_entropy", **named, **optional)
     reason = why_forwarded("linear_cross_entropy", *tensors)
     if reason is not None:
         return forward_to_torch(

@@ -13,7 +13,10 @@ from . import _checked, _policy
 from ._autograd import without_derivative
 from ._cache_arguments import (
     CACHE_NAMES,
+    MANY_KEYS,
+    NO_SCALES,
     RotaryEmbedding,
+    Starts,
     Where,
     autocast_cached,
     check_call,
@@ -34,14 +37,14 @@ from ._cache_arguments import (
 from ._canonicalize import (
     autocast,
     check_attention_options,
-    check_attention_types,
     check_longest,
     check_packed,
+    check_types,
     window_bounds,
 )
 from ._checks import check_float, none_as_zero
 from ._ops import InvalidArgument, accumulator_of, below_autograd, direct_call, ops, surfaced
-from ._plain import are_plain, are_plain_numbers, is_compiling
+from ._plain import NUMBERS, are_plain, are_plain_numbers, is_compiling
 from .attention import default_scale
 
 if TYPE_CHECKING:
@@ -185,16 +188,16 @@ def kvcache_attention(
     softcap = none_as_zero(softcap)
     plain = key is value is cache_batch_idx is leftpad is cu_seqlens_q is max_seqlen_q is cu_seqlens_new is rotary is None
     plain = plain and key_scale is value_scale is alibi_slopes is sinks is out is None
-    if plain and causal is True and return_lse is False and type(softcap) in _NUMBERS and not softcap:
+    if plain and causal is True and return_lse is False and type(softcap) in NUMBERS and not softcap:
         result = try_fast_path(query, key_cache, value_cache, cache_seqlens, block_table, window, scale, num_splits)
         if result is not None:
             return result
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     optional = {"key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out, "key_scale": key_scale}
     optional["value_scale"] = value_scale
-    check_attention_types(tensors, optional, {"causal": causal, "return_lse": return_lse})
+    check_types(tensors, optional, {"causal": causal, "return_lse": return_lse})
     heads_dim = -3 if cu_seqlens_q is None else -2
-    check_attention_options(query, heads_dim, causal, window, "lower_right", softcap, sinks, alibi_slopes, 0.0)
+    check_attention_options(query, heads_dim, window, "lower_right", softcap, sinks, alibi_slopes, 0.0)
     _policy.require_kernel("kvcache_attention", **tensors)
     check_no_gradient(tensors, optional)
     query, key, value = autocast_cached(key_cache, query, key, value)
@@ -208,12 +211,12 @@ def kvcache_attention(
     advance = causal or window is not None and tuple(window) != (None, None)
     if not is_compiling() and _checked.active:
         packing = (cu_seqlens_q, longest, cu_seqlens_new)
-        _checked.check_cached(where, key_cache, query, key, *packing, embedding, advance, (window or (None,))[0])
+        left, _ = window or (None, None)
+        _checked.check_cached(where, key_cache, query, key, *packing, embedding, advance, left)
+    starts = Starts(cu_seqlens_q, None, cu_seqlens_new)
     if key is not None or embedding is not None:
-        starts, rotated = (cu_seqlens_new, cu_seqlens_q), None if embedding is None else query
-        rotated = _append(key_cache, value_cache, key, value, rotated, where, starts, scales, embedding, advance)
-        query = query if embedding is None else rotated
-    starts, options = (cu_seqlens_q, None, cu_seqlens_new), _Options(causal, window, softcap, alibi_slopes, sinks, scale)
+        query = _append(key_cache, value_cache, key, value, query, where, starts, scales, embedding, advance)
+    options = _Options(causal, window, softcap, alibi_slopes, sinks, scale)
     return _attend(query, key_cache, value_cache, where, starts, longest, new, scales, options, num_splits, return_lse, out)
 
 
@@ -222,7 +225,7 @@ def try_fast_path(query, key_cache, value_cache, lengths, table, window, scale, 
     Takes causal calls with `lengths` in a tensor and caches of query's dtype. Returns None for any other call: the caller then
     runs all checks.
     """
-    if not are_plain("kvcache_attention", (query, key_cache, value_cache)) or _checked.active:
+    if not are_plain("kvcache_attention", query, (key_cache, value_cache), True) or _checked.active:
         return None
     shape, key_shape, value_shape = query.shape, key_cache.shape, value_cache.shape
     if not len(shape) == len(key_shape) == len(value_shape) == 4:
@@ -244,11 +247,11 @@ def try_fast_path(query, key_cache, value_cache, lengths, table, window, scale, 
             return None
         if left is None:
             left = -1
-        elif type(left) is not int or not 0 <= left < _MANY:
+        elif type(left) is not int or not 0 <= left < MANY_KEYS:
             return None
     if num_splits is None:
         num_splits = 0
-    elif type(num_splits) is not int or not 0 <= num_splits < _MANY:
+    elif type(num_splits) is not int or not 0 <= num_splits < MANY_KEYS:
         return None
     if scale is None:
         scale = _default_scale(width)
@@ -266,8 +269,6 @@ _cached_in_place, _cache_append = direct_call(ops.attention_cached_), direct_cal
 for _operator in (ops.attention_decode, ops.attention_cached, ops.attention_cached_, ops.cache_append_):
     without_derivative(_operator, "attention over cached keys is for inference")
 _default_scale = functools.cache(default_scale)
-_NUMBERS = (float, int)
-_MANY = 1 << 31  # above the number of keys of any sequence
 
 
 def _check_appended(key, value, key_cache, value_cache, query, starts, batch) -> int:
@@ -338,9 +339,10 @@ def varlen_over_pools(
         lengths = spans if seqused_k is None else seqused_k if paged else torch.minimum(seqused_k, spans)
     where = Where.of(batch, query, key_pool, lengths, block_table, None, None)
     if reads and paged:
-        left = (options["window"] or (None, None))[0] if options["alignment"] == "lower_right" else None
-        starts = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        _checked.check_pools(*starts, query, block_table, seqused_k, key_pool, left)
+        left, _ = options["window"] or (None, None)
+        packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        bound = left if options["alignment"] == "lower_right" else None
+        _checked.check_pools(*packing, query, block_table, seqused_k, key_pool, bound)
     where = where._replace(lengths=where.lengths.clamp(max=torch.sym_min(max_seqlen_k, 2**31 - 1)))
     if seqused_q is not None:
         check_numbers("seqused_q", seqused_q, query, batch)
@@ -348,7 +350,7 @@ def varlen_over_pools(
             _checked.check_used("seqused_q", seqused_q, "cu_seqlens_q", cu_seqlens_q)
         seqused_q = seqused_q.contiguous()
     return _attend(
-        query, key_pool, value_pool, where, (cu_seqlens_q, seqused_q, None), max_seqlen_q, 0, (None, None),
+        query, key_pool, value_pool, where, Starts(cu_seqlens_q, seqused_q, None), max_seqlen_q, 0, NO_SCALES,
         _Options(alibi_slopes=alibi_slopes, sinks=sinks, **options), num_splits, return_lse, out,
     )  # fmt: skip
 
@@ -368,10 +370,9 @@ class _Options(NamedTuple):
 def _attend(
     query, key_pool, value_pool, where, starts, longest, new, scales, options, num_splits, return_lse, out
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Runs the operator; returns out, or (out, lse). `starts` holds the starts of packed queries, the numbers of used queries,
-    and the starts of new keys; a sequence has `longest` queries and `new` new keys at most."""
-    query_starts, (alibi_slopes, sinks) = starts[0], options[3:5]
-    accumulator, batch = accumulator_of(query.dtype), query.shape[0] if query_starts is None else len(query_starts) - 1
+    """Runs the operator; returns out, or (out, lse). A sequence has `longest` queries and `new` new keys at most."""
+    alibi_slopes, sinks, accumulator = options.alibi_slopes, options.sinks, accumulator_of(query.dtype)
+    batch = query.shape[0] if starts.queries is None else len(starts.queries) - 1
     if alibi_slopes is not None:
         shape = (batch, query.shape[1])
         if tuple(alibi_slopes.shape) not in (shape, shape[1:]):
@@ -384,14 +385,14 @@ def _attend(
     sinks = None if sinks is None else sinks.to(accumulator).contiguous()
     if out is not None:
         check_out(out, query, value_pool.shape[-1])
-    lengths, first, rows, table = where
-    is_decode = first is rows is query_starts is alibi_slopes is sinks is out is None and options.causal and lower_right
-    is_decode = is_decode and starts[1] is starts[2] is scales[0] is scales[1] is None and not (new or softcap or return_lse)
+    is_decode = where.left is where.rows is starts.queries is starts.used is starts.new is scales.key is scales.value is None
+    is_decode = is_decode and alibi_slopes is sinks is out is None and options.causal and lower_right
+    is_decode = is_decode and not (new or softcap or return_lse)
     tensors = (query, key_pool, value_pool, *where, *starts, alibi_slopes, sinks, *scales)
     arguments = (*tensors, new, longest, left, right, lower_right, scale, softcap, splits)
     try:
         if is_decode:
-            return _decode(query, key_pool, value_pool, lengths, table, left, scale, splits)
+            return _decode(query, key_pool, value_pool, where.lengths, where.table, left, scale, splits)
         if out is None:
             out, lse = _cached(*arguments)
         else:
@@ -474,7 +475,7 @@ def cache_append(
             return None
     tensors = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
     optional = {"query": query, "key_scale": key_scale, "value_scale": value_scale}
-    check_attention_types(tensors, optional, {})
+    check_types(tensors, optional, {})
     _policy.require_kernel("cache_append", **tensors)
     check_no_gradient(tensors, optional)
     key, value, query = autocast_cached(key_cache, key, value, query)
@@ -510,14 +511,13 @@ def cache_append(
             _checked.check_slots(slots, key_cache, embedding)
         else:
             _checked.check_cached(where, key_cache, query, key, cu_seqlens_new, None, cu_seqlens_new, embedding)
-    starts = (cu_seqlens_new, cu_seqlens_new if query is not None else None)
-    rotated = _append(key_cache, value_cache, key, value, query, where, starts, scales, embedding, True, slots)
-    return None if query is None else rotated
+    starts = Starts(None if query is None else cu_seqlens_new, None, cu_seqlens_new)
+    return _append(key_cache, value_cache, key, value, query, where, starts, scales, embedding, True, slots)
 
 
 def _try_fast_append(key, value, key_cache, value_cache, lengths, slots, table) -> bool:
     """Writes plain rows with one operator call, as `try_fast_path` does for attention. Returns False if nothing was done."""
-    if not are_plain("cache_append", (key, value, key_cache, value_cache)) or _checked.active:
+    if not are_plain("cache_append", key, (value, key_cache, value_cache), True) or _checked.active:
         return False
     shape, value_shape, cache_shape, value_cache_shape = key.shape, value.shape, key_cache.shape, value_cache.shape
     rank = 4 if slots is None else 3
@@ -548,16 +548,17 @@ _run_append, _INT64 = below_autograd(ops.cache_append_), torch.int64
 _NO_ROTARY = (None,) * 7 + (False, True)  # nor scales; in the order of `_append`
 
 
-def _append(key_cache, value_cache, key, value, query, where, starts, scales, embedding, advance, slots=None) -> Tensor:
-    """Runs the operator; `starts` holds the starts of new rows and of queries."""
+def _append(key_cache, value_cache, key, value, query, where, starts, scales, embedding, advance, slots=None) -> Tensor | None:
+    """Runs the operator; returns the query, rotated if there is an embedding."""
+    rotates = query is not None and embedding is not None
     cosines, sines, interleaved, offsets = embedding or (None, None, False, None)
     try:
         rotated = _cache_append(
-            *(key_cache, value_cache, key, value, query, *where, slots, *starts, cosines, sines, offsets),
-            *(*scales, interleaved, advance),
+            *(key_cache, value_cache, key, value, query if rotates else None, *where, slots, starts.new, starts.queries),
+            *(cosines, sines, offsets, *scales, interleaved, advance),
         )
     except RuntimeError as error:
         raise surfaced(error, key_cache) from None
     if key is not None:
         note_write(key_cache, value_cache)
-    return rotated
+    return rotated if rotates else query

@@ -26,7 +26,7 @@ from ._autograd import (
     transforms_active,
     without_derivative,
 )
-from ._canonicalize import autocasts
+from ._canonicalize import autocasts, check_types
 from ._checks import (
     check_dtype,
     check_flag,
@@ -34,7 +34,6 @@ from ._checks import (
     check_floating,
     check_index,
     check_softcap,
-    check_tensor,
     differ,
     is_empty,
     none_as_zero,
@@ -311,11 +310,6 @@ def check_linear_cross_entropy(
 ) -> None:
     """Raises torch's exception types for tensors and options that do not fit together. Messages call linear_weight
     `weight_name`."""
-    for name, tensor in (("input", input), (weight_name, linear_weight), ("target", target)):
-        check_tensor(name, tensor)
-    for name, tensor in (("linear_bias", linear_bias), ("weight", weight)):
-        if tensor is not None:
-            check_tensor(name, tensor)
     if input.dim() < 1 or (max_dims is not None and input.dim() > max_dims):
         accepted = "[H] or [..., H]" if max_dims is None else "[H] or [N, H]"
         raise InvalidArgument(f"input: expected {accepted}, got {list(input.shape)}")
@@ -606,9 +600,11 @@ def linear_cross_entropy(
     softmax (arXiv 1805.02867).
     """
     number = reduction_enum(reduction, None, None)
+    tensors = {"input": input, "linear_weight": linear_weight, "target": target}
+    optional = {"linear_bias": linear_bias, "weight": weight}
+    check_types(tensors, optional, {})
     check_linear_cross_entropy(input, linear_weight, target, linear_bias, weight, ignore_index, label_smoothing)
-    tensors = {"input": input, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias, "weight": weight}
-    _policy.require_kernel("linear_cross_entropy", **tensors)
+    _policy.require_kernel("linear_cross_entropy", **tensors, **optional)
     dtype = check_dtype(dtype)
     if dtype is not None:
         check_floating("linear_cross_entropy: result", dtype)

@@ -16,7 +16,7 @@ from ._autograd import Description, differentiable, lean, unwrap_if_dead
 from ._canonicalize import autocasts
 from ._checks import check_dim, check_dtype, check_flag, check_floating, check_index, check_tensor
 from ._ops import InvalidArgument, accumulator_of, below_autograd, ops, surfaced
-from ._plain import is_grad_enabled, is_plain
+from ._plain import are_plain, is_grad_enabled
 
 __all__ = ["log_softmax", "logsumexp", "softmax", "topk_softmax"]
 
@@ -119,7 +119,7 @@ _softmax_backward = differentiable(SoftmaxBackward)
 def try_fast_softmax(name: str, input, dim, log: bool) -> Tensor | None:
     """softmax or log_softmax of a plain tensor in its own dtype: one operator call, which takes a third of the time of all
     checks and casts. None for any other call, which then runs these."""
-    if type(dim) is not int or not is_plain(name, input):
+    if type(dim) is not int or not are_plain(name, input):
         return None
     rank = input.dim()
     if dim < 0:

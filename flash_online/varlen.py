@@ -8,19 +8,11 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from . import _checked, _policy
+from . import _checked
 from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTensors
 from ._attention_derivatives import gradient_jvp
 from ._autograd import Description, differentiable
-from ._canonicalize import (
-    autocast,
-    broadcast,
-    check_attention_options,
-    check_attention_types,
-    check_kinds,
-    check_packed,
-    window_bounds,
-)
+from ._canonicalize import cast_and_check, check_attention, check_packed, expand_slopes, window_bounds
 from ._checks import none_as_zero
 from ._ops import InvalidArgument, accumulator_of, ops
 from ._plain import is_compiling
@@ -142,12 +134,10 @@ def varlen_attention(
     Precision of float32 on CUDA: as in `attention`. Source, also of the interface: FlashAttention-2 (arXiv 2307.08691).
     """
     softcap = none_as_zero(softcap)
-    check_attention_types(
-        {"query": query, "key": key, "value": value},
-        {"alibi_slopes": alibi_slopes, "sinks": sinks},
-        {"causal": causal, "return_lse": return_lse} | ({} if deterministic is None else {"deterministic": deterministic}),
-    )
-    check_attention_options(query, -2, causal, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
+    check_attention(
+        query, key, value, None, -2, causal=causal, window=window, alignment=alignment, softcap=softcap, scale=scale,
+        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, return_lse=return_lse, deterministic=deterministic,
+    )  # fmt: skip
     if not (block_table is seqused_q is seqused_k is num_splits is out is None):
         if dropout_p > 0:
             raise InvalidArgument(f"dropout_p: expected 0 over cached keys, got {dropout_p}")
@@ -156,10 +146,7 @@ def varlen_attention(
             *(num_splits, out, alibi_slopes, sinks, return_lse),
             **{"causal": causal, "window": window, "alignment": alignment, "softcap": softcap, "scale": scale},
         )
-    query, key, value = autocast(query, key, value)
-    check_kinds(query, key, value, None)
-    _policy.require_kernel("varlen_attention", query=query, key=key, value=value)
-    _policy.require_no_dropout("varlen_attention", query, dropout_p)
+    query, key, value, _ = cast_and_check("varlen_attention", query, key, value, None, dropout_p)
     packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     check_packed(query, key, value, *packing)
     if not is_compiling() and _checked.active:
@@ -205,13 +192,7 @@ def varlen_impl(
     """(out, lse) of packed sequences that passed `check_packed`. `rng` is the result of `draw_rng`, drawn here if None."""
     accumulator = accumulator_of(query.dtype)
     if alibi_slopes is not None:
-        shape = (cu_seqlens_q.shape[0] - 1, query.shape[1])
-        if alibi_slopes.dim() > 2 or broadcast("query, alibi_slopes", shape, alibi_slopes.shape) != shape:
-            raise InvalidArgument(
-                f"alibi_slopes: expected [{shape[1]}], one slope per query head, or {list(shape)}, one for each sequence too, "
-                f"got {list(alibi_slopes.shape)}"
-            )
-        alibi_slopes = alibi_slopes.to(accumulator).expand(shape)
+        alibi_slopes = expand_slopes(alibi_slopes, (cu_seqlens_q.shape[0] - 1, query.shape[1])).to(accumulator)
     left, right = window_bounds(window)
     scale = operator_scale(query, scale)
     out, lse, _ = _varlen_attention(
@@ -239,7 +220,8 @@ class _Varlen(Description):
 
     @staticmethod
     def inputs(*arguments):
-        return *arguments[:10], AttentionOptions(*arguments[10:])
+        *others, left, right, lower_right, scale, softcap, dropout_p, tf32, deterministic = arguments
+        return *others, AttentionOptions(left, right, lower_right, scale, softcap, dropout_p, tf32, deterministic)
 
     @staticmethod
     def arguments(*inputs):
@@ -283,8 +265,8 @@ class _VarlenBackward(Description):
 
     @staticmethod
     def inputs(*arguments):
-        *others, deterministic, tf32 = arguments
-        return *others[:15], AttentionOptions(*others[15:], tf32), deterministic
+        *others, left, right, lower_right, scale, softcap, dropout_p, deterministic, tf32 = arguments
+        return *others, AttentionOptions(left, right, lower_right, scale, softcap, dropout_p, tf32), deterministic
 
     @staticmethod
     def arguments(*inputs):
@@ -308,15 +290,7 @@ class _VarlenBackward(Description):
         return (
             *(d_out, None if grad_lse is None else d_lse),
             *(d_grad_query, d_grad_key, d_grad_value, None, None, None, d_grad_sinks, None),
-            *(
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-            ),  # out, lse, lse_low; max_seqlen_q, max_seqlen_k, options, deterministic
+            *(None,) * 7,  # out, lse, lse_low; max_seqlen_q, max_seqlen_k, options, deterministic
         )
 
     @staticmethod

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _checked, _policy, reference
 from .._attention_arguments import AttentionOptions
-from .._canonicalize import autocast, check_attention_options, check_attention_types, check_packed, window_bounds
+from .._canonicalize import autocast, check_attention_options, check_packed, check_types, window_bounds
 from .._checks import check_device, check_flag, check_float, check_floating, check_int, check_tensor
 from .._ops import InvalidArgument, accumulator_of, ops
 from ..attention import attention_impl, default_scale, draw_rng, tf32_for, try_fast_path
@@ -115,10 +115,10 @@ def read_options(
     deterministic: bool = False,
 ) -> Options:
     """The options of a call with queries q [..., heads, head dim] in `batch` sequences. Raises TypeError or InvalidArgument."""
-    check_attention_types({}, {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}, {"causal": causal})
+    check_types({}, {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}, {"causal": causal})
     check_flag("deterministic", deterministic)
     window = read_window(window_size)
-    check_attention_options(q, -2, causal, None, "lower_right", softcap, None, alibi_slopes, dropout_p)
+    check_attention_options(q, -2, None, "lower_right", softcap, None, alibi_slopes, dropout_p)
     heads = q.shape[-2]
     if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
         raise InvalidArgument(

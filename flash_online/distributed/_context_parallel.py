@@ -8,21 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _policy
 from .._attention_arguments import AttentionOptions
 from .._autograd import differentiable
 from .._canonicalize import (
-    autocast,
-    broadcast,
     canonicalize,
-    check_attention_options,
-    check_attention_types,
-    check_kinds,
+    cast_and_check,
+    check_attention,
     check_longest,
     check_packed,
+    expand_slopes,
     window_bounds,
 )
-from .._checks import check_float, none_as_zero
+from .._checks import none_as_zero
 from .._ops import InvalidArgument, accumulator_of, below_autograd, ops
 from ..attention import Attention, AttentionKeywords, attention_impl, default_scale, tf32_for
 from ..varlen import varlen_impl
@@ -124,16 +121,10 @@ def context_parallel_attention(
     options |= {"return_lse": return_lse, "deterministic": deterministic}
 
     def check():
-        _check_options(query, key, value, -3, method, layout, options)
-        q, k, v = autocast(query, key, value)
-        check_kinds(q, k, v, None)
-        _policy.require_kernel("attention", query=q, key=k, value=v)
-        q, k, v, _, restore = canonicalize(q, k, v, None)
-        slopes = alibi_slopes
-        if slopes is not None:
-            if broadcast("query, alibi_slopes", q.shape[:-2], slopes.shape) != q.shape[:-2]:
-                raise InvalidArgument(f"alibi_slopes: expected [Hq] or [..., Hq] of query's batch, got {list(slopes.shape)}")
-            slopes = slopes.expand(q.shape[:-2]).flatten(0, -2)
+        check_attention(query, key, value, None, -3, **options)
+        _check_options(method, layout, dropout_p)
+        q, k, v, _, restore = canonicalize(*cast_and_check("attention", query, key, value, None, dropout_p))
+        slopes = None if alibi_slopes is None else expand_slopes(alibi_slopes, q.shape[:-2]).flatten(0, -2)
         _check_rows(q.shape[-2], k.shape[-2], layout)
         return _described("context_parallel_attention", query, key, value, method, layout, options), (q, k, v, slopes, restore)
 
@@ -221,25 +212,18 @@ def context_parallel_varlen_attention(
     options |= {"return_lse": return_lse, "deterministic": deterministic}
 
     def check():
-        _check_options(query, key, value, -2, method, layout, options)
-        q, k, v = autocast(query, key, value)
-        check_kinds(q, k, v, None)
-        _policy.require_kernel("varlen_attention", query=q, key=k, value=v)
+        check_attention(query, key, value, None, -2, **options)
+        _check_options(method, layout, dropout_p)
+        q, k, v, _ = cast_and_check("varlen_attention", query, key, value, None, dropout_p)
         try:
             check_packed(q, k, v, cu_seqlens, cu_seqlens, 0, 0)
         except InvalidArgument as error:
             raise InvalidArgument(str(error).replace("cu_seqlens_q", "cu_seqlens")) from None
         if max_seqlen is not None:
             check_longest("max_seqlen", max_seqlen)
-        slopes = alibi_slopes
-        if slopes is not None:
-            shape = (cu_seqlens.shape[0] - 1, q.shape[1])
-            if slopes.dim() > 2 or broadcast("query, alibi_slopes", shape, slopes.shape) != shape:
-                raise InvalidArgument(
-                    f"alibi_slopes: expected [{shape[1]}] (a slope per query head) or {list(shape)} (also per document), "
-                    f"got {list(slopes.shape)}"
-                )
-            slopes = slopes.expand(shape)
+        slopes = None
+        if alibi_slopes is not None:
+            slopes = expand_slopes(alibi_slopes, (cu_seqlens.shape[0] - 1, q.shape[1]))
         _check_rows(q.shape[0], k.shape[0], layout)
         more = {"max_seqlen": max_seqlen, "cu_seqlens": f"{list(cu_seqlens.shape)} on {cu_seqlens.device.type}"}
         if cu_seqlens.is_cpu and not torch.compiler.is_compiling():
@@ -259,19 +243,9 @@ def context_parallel_varlen_attention(
 # --- Checks -----------------------------------------------------------------------------------------------------------------
 
 
-def _check_options(query, key, value, heads_dim: int, method, layout, options: dict[str, Any]) -> None:
-    flags = {name: options[name] for name in ("causal", "return_lse")}
-    check_attention_types(
-        {"query": query, "key": key, "value": value},
-        {name: options[name] for name in ("alibi_slopes", "sinks")},
-        flags | ({} if options["deterministic"] is None else {"deterministic": options["deterministic"]}),
-    )
-    names = ("causal", "window", "alignment", "softcap", "sinks", "alibi_slopes", "dropout_p")
-    check_attention_options(query, heads_dim, *(options[name] for name in names))
-    if options["dropout_p"] > 0:
-        raise InvalidArgument(f"dropout_p: expected 0 (no dropout) over several ranks, got {options['dropout_p']}")
-    if options["scale"] is not None:
-        check_float("scale", options["scale"])
+def _check_options(method, layout, dropout_p) -> None:
+    if dropout_p > 0:
+        raise InvalidArgument(f"dropout_p: expected 0 (no dropout) over several ranks, got {dropout_p}")
     if method not in METHODS:
         raise InvalidArgument(f"method: expected 'auto', 'ulysses' or 'gathered', got {method!r}")
     check_layout(layout)
@@ -347,7 +321,7 @@ def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layou
     slopes = None if slopes is None else slopes.to(accumulator)
     sinks = None if options["sinks"] is None else options["sinks"].to(accumulator).contiguous()
     left, right = options["window"] or (None, None)
-    scale = default_scale(q.shape[-1]) if options["scale"] is None else check_float("scale", options["scale"])
+    scale = default_scale(q.shape[-1]) if options["scale"] is None else float(options["scale"])
     deterministic = options["deterministic"]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

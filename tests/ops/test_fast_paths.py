@@ -1,25 +1,193 @@
-"""The fast paths of softmax, log_softmax and cross_entropy: which calls take one operator, and that the others keep their
-results and errors."""
+"""The fast paths of attention, softmax, log_softmax and cross_entropy: which calls take one operator, that these have the bits
+of the long way, and that an error of the operator surfaces once. test_decode_path.py has the fast paths over cached keys."""
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 import flash_online
-from flash_online import functional as F
+import flash_online.functional as F
+from flash_online import _policy
+from flash_online._plain import are_plain
 from flash_online.cross_entropy import try_fast_cross_entropy
 from flash_online.softmax import try_fast_softmax
 
+attention_module = importlib.import_module("flash_online.attention")  # the package's attribute is the function
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TARGET = torch.tensor([0, 3, 1])
+
+
+# --- Plain tensors, for all fast paths ---------------------------------------------------------------------------------------
+
+# name -> (a fast path as a function of one tensor, the tensor's shape)
+PATHS = {
+    "attention": (lambda x: attention_module.try_fast_path(x, x, x, False, None, False), (2, 4, 3, 8)),
+    "softmax": (lambda x: try_fast_softmax("softmax", x, -1, False), (3, 4)),
+    "cross_entropy": (lambda x: try_fast_cross_entropy(x, TARGET, None, -100, "mean", 0.0), (3, 4)),
+}
+NOT_PLAIN = {
+    "a subclass": Parameter,
+    "integers": Tensor.long,
+    "complex": Tensor.cfloat,
+    "float8": lambda x: x.to(torch.float8_e5m2),
+    "sparse": Tensor.to_sparse,
+    "nested": lambda x: torch.nested.nested_tensor(list(x)),
+    "meta": lambda x: x.to("meta"),
+    "a list": Tensor.tolist,
+    "nothing": lambda x: None,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+@pytest.mark.parametrize("path", PATHS)
+def test_tensors_that_are_not_plain(path, kind):
+    function, shape = PATHS[path]
+    x = torch.randn(shape)
+    assert function(x) is not None and function(NOT_PLAIN[kind](x)) is None
+    assert are_plain(path, x, (x, x)) and not are_plain(path, x, (x, NOT_PLAIN[kind](x)))
+
+
+@pytest.mark.parametrize("mode", ["torch.func", "torch.jit.trace", "autocast", "forward mode", "TorchFunctionMode"])
+@pytest.mark.parametrize("path", PATHS)
+def test_modes_that_need_the_long_way(path, mode):
+    (function, shape), seen = PATHS[path], []
+
+    def look(x):
+        seen.append(function(x))
+        return x.sum()
+
+    x = torch.randn(shape)
+    if mode == "torch.func":
+        torch.func.grad(look)(x)
+    elif mode == "torch.jit.trace":
+        torch.jit.trace(look, x, check_trace=False)  # the check calls it without a tracer
+    else:
+        contexts = {"autocast": torch.autocast("cpu", torch.bfloat16), "forward mode": forward_ad.dual_level()}
+        with contexts.get(mode, torch.device("cpu")):  # a device is a TorchFunctionMode
+            look(x)
+    assert seen and all(result is None for result in seen)
+
+
+def test_dtypes_of_softmax_and_cross_entropy_under_autocast():
+    x = torch.randn(3, 4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.softmax(x, -1).dtype == torch.bfloat16 and F.cross_entropy(x, TARGET).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_plain_tensors_are_those_that_kernels_take(dtype, device):
+    x = torch.randn(2, 3, device=device).to(dtype)
+    for name in _policy.OPERATORS:
+        assert are_plain(name, x) == (_policy.refusal(name, x) is None)
+
+
+def test_plain_calls_over_cached_keys():
+    """A gradient is refused there; autocast and TorchFunctionModes change nothing."""
+    x, leaf = torch.randn(2, 3), torch.randn(2, 3, requires_grad=True)
+    for context in (torch.autocast("cpu", torch.bfloat16), torch.device("cpu")):
+        with context:
+            assert are_plain("kvcache_attention", x, (x,), True) and not are_plain("attention", x, (x,))
+    for call in ((leaf, (x,)), (x, (leaf,))):
+        assert are_plain("attention", *call) and not are_plain("kvcache_attention", *call, True)
+        with torch.no_grad():
+            assert are_plain("kvcache_attention", *call, True)
+
+
+# --- Attention ---------------------------------------------------------------------------------------------------------------
+
+Q = torch.randn(2, 4, 3, 8)
+PLAIN_ATTENTION = {
+    "equal shapes": (Q, Q, Q),
+    "other lengths and widths": (Q, torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 6)),
+    "strides": (Q.transpose(1, 2).contiguous().transpose(1, 2), Q, Q),
+    "no keys": (Q, Q[:, :, :0], Q[:, :, :0]),
+    "rank 5": (Q[None], Q[None], Q[None]),
+}
+OTHER_ATTENTION = {
+    "rank 3": (Q[0], Q[0], Q[0]),
+    "a batch to broadcast": (Q, Q[:1], Q[:1]),
+    "dtypes": (Q, Q.double(), Q),
+    "widths": (Q, Q[..., :5], Q),
+    "lengths": (Q, Q, Q[:, :, :2]),
+    "heads that do not divide": (Q, Q[:, :3], Q[:, :3]),
+}
+
+
+@pytest.mark.parametrize("call", PLAIN_ATTENTION.values(), ids=PLAIN_ATTENTION)
+def test_attention_of_plain_tensors(call):
+    assert attention_module.try_fast_path(*call, False, None, False) is not None
+
+
+@pytest.mark.parametrize("call", OTHER_ATTENTION.values(), ids=OTHER_ATTENTION)
+def test_attention_of_other_calls(call):
+    assert attention_module.try_fast_path(*call, False, None, True) is None
+
+
+def test_attention_of_groups_of_heads():
+    """The callers say whether they allow groups."""
+    call = (Q, Q[:, :2], Q[:, :1], False, None)
+    assert attention_module.try_fast_path(*call, False) is None
+    assert attention_module.try_fast_path(*call, True) is not None
+
+
+ATTENTIONS = (F.scaled_dot_product_attention, flash_online.attention)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("a launch failed")], ids=repr)
+@pytest.mark.parametrize("function", ATTENTIONS)
+@pytest.mark.parametrize("operator", ["_run_inference", "_run_training", "_run_training_backward"])
+def test_attention_raises_an_error_of_the_operator_once(operator, function, error, monkeypatch):
+    calls = []
+
+    def fail(*args):
+        calls.append(args)
+        raise error
+
+    query = torch.randn(1, 2, 3, 4, requires_grad=operator != "_run_inference")
+    out = function(query, query, query) if operator == "_run_training_backward" else None
+    if operator == "_run_training_backward":  # in a cell of the Function that `lean` has built
+        backward = attention_module._lean_attention.__self__.backward
+        cell = backward.__closure__[backward.__code__.co_freevars.index("run_backward")]
+        monkeypatch.setattr(cell, "cell_contents", fail)
+    else:
+        monkeypatch.setattr(attention_module, operator, fail)
+    with pytest.raises(type(error), match=str(error)):
+        function(query, query, query) if out is None else out.sum().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", ATTENTIONS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=repr)
+def test_attention_without_enough_gpu_memory(function, requires_grad, options):
+    """The output alone would take 2^44 bytes; the inputs are views of a few."""
+    if options and function is not flash_online.attention:
+        pytest.skip("an option of flash_online.attention")
+    row = torch.randn(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16, requires_grad=requires_grad)
+    query, key = row.expand(1 << 17, 16, 1 << 16, 64), row.expand(1 << 17, 16, 1, 64)
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        function(query, key, key, **options)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+# --- Softmax and log_softmax -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 @pytest.mark.parametrize("shape, dim", [((7,), 0), ((3, 5), -1), ((3, 5), 0), ((2, 0, 3), 2), ((2, 3, 0), -1), ((4, 1, 6), -2)])
 def test_softmax_of_plain_tensors(shape, dim, dtype, log):
-    """The same bits as the long way's, which a dtype takes, forward and backward."""
+    """The results and gradients have the bits of the long way, which calls with a dtype take."""
     name = "log_softmax" if log else "softmax"
     x = torch.randn(shape, dtype=dtype)
     fast = try_fast_softmax(name, x, dim, log)
@@ -34,7 +202,7 @@ def test_softmax_of_plain_tensors(shape, dim, dtype, log):
 
 
 @pytest.mark.parametrize("log", [False, True])
-def test_softmax_twice(log):
+def test_second_derivatives_of_softmax(log):
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda t: try_fast_softmax("softmax", t, -1, log), x)
 
@@ -45,13 +213,6 @@ OTHER_ROWS = {
     "a scalar": (torch.ones(()), 0),
     "no dim": (torch.ones(3, 4), None),
     "a bool": (torch.ones(3, 4), True),
-    "a parameter": (Parameter(torch.ones(3, 4)), 0),
-    "integers": (torch.ones(3, dtype=torch.int64), 0),
-    "complex": (torch.ones(3, dtype=torch.complex64), 0),
-    "sparse": (torch.ones(3, 3).to_sparse(), 0),
-    "meta": (torch.ones(2, 2, device="meta"), 0),
-    "a list": ([1.0, 2.0], 0),
-    "nothing": (None, 0),
 }
 
 
@@ -60,24 +221,7 @@ def test_softmax_of_other_calls(x, dim):
     assert try_fast_softmax("softmax", x, dim, False) is None
 
 
-def test_modes_that_need_the_long_way():
-    """torch.func, autocast and forward-mode AD, of which the fast path knows nothing."""
-    x, target = torch.randn(3, 4), torch.tensor([0, 3, 1])
-    seen = []
-
-    def look(t):
-        seen.append((try_fast_softmax("softmax", t, -1, False), try_fast_cross_entropy(t, target, None, -100, "mean", 0.0)))
-        return t.sum()
-
-    torch.func.grad(look)(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        look(x)
-        assert (
-            F.softmax(x.bfloat16(), -1).dtype == torch.bfloat16 and F.cross_entropy(x.bfloat16(), target).dtype == torch.float32
-        )
-    with torch.autograd.forward_ad.dual_level():
-        look(x)
-    assert seen == [(None, None)] * 3
+# --- Cross-entropy -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
@@ -85,7 +229,7 @@ def test_modes_that_need_the_long_way():
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 @pytest.mark.parametrize("rows, classes", [(1, 1), (5, 7), (33, 300)])
 def test_cross_entropy_of_plain_rows(rows, classes, dtype, reduction, smoothing):
-    """Beside torch in float64; the same bits as for [N, C, 1], which goes the long way."""
+    """Compared with torch in float64. The bits are the same as for [N, C, 1], which takes the long way."""
     x, target = torch.randn(rows, classes, dtype=dtype), torch.randint(classes, (rows,))
     target[rows // 2] = -100 if rows > 1 else target[0]
     leaves = [x.clone().requires_grad_() for _ in range(2)] + [x.double().requires_grad_()]
@@ -128,7 +272,7 @@ def test_cross_entropy_of_other_calls(change):
     assert try_fast_cross_entropy(**call) is None
 
 
-def test_targets_out_of_range():
+def test_cross_entropy_of_targets_out_of_range():
     for function in (flash_online.cross_entropy, F.cross_entropy):
         with pytest.raises(IndexError, match="^target: expected 0 to 2 .*got 9, which is out of bounds"):
             function(torch.randn(2, 3), torch.tensor([1, 9]))

@@ -1,6 +1,7 @@
 """What the built library promises: one file for every torch >= the target, with or without CUDA, that merges with nothing else
 in the process."""
 
+import importlib
 import json
 import os
 import re
@@ -133,11 +134,18 @@ def test_build_info_of_a_library_that_is_not_loaded(tmp_path):
         _introspect.build_info(str(tmp_path / "none.so"))
 
 
-def test_constants_that_python_repeats():
-    header = REPOSITORY / "csrc/cuda/rows/rows.h"
-    if not header.is_file():
-        pytest.skip("not a checkout")
-    assert int(re.search(r"kFewLosses = (\d+);", header.read_text())[1]) == _ops._FEW_LOSSES
+# Module and name in Python, header and name in C++.
+REPEATED_CONSTANTS = [
+    ("_ops", "_FEW_LOSSES", "cuda/rows/rows.h", "kFewLosses"),
+    ("explain", "_KEYS_PER_BLOCK", "cpu/attention/mask_tile.h", "kKeys"),
+]
+
+
+@pytest.mark.skipif(not (REPOSITORY / "csrc").is_dir(), reason="not a checkout")
+@pytest.mark.parametrize("module, name, header, cpp_name", REPEATED_CONSTANTS)
+def test_constants_that_python_repeats(module, name, header, cpp_name):
+    (value,) = re.findall(rf"\b{cpp_name} = (\d+);", (REPOSITORY / "csrc" / header).read_text())
+    assert int(value) == getattr(importlib.import_module(f"flash_online.{module}"), name)
 
 
 # ---- it loads and works ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The autograd Functions behind the fast paths, which are called without torch's wrappers in Python: they keep what a Function
-promises."""
+"""The autograd Functions of the fast paths (`_autograd.lean`) are called without torch's wrappers in Python, and keep the
+promises of a Function."""
 
 from __future__ import annotations
 
@@ -12,29 +12,17 @@ import flash_online
 TARGET = torch.tensor([0, 3, 1])
 # name -> (our function of one tensor, torch's, the tensor's shape, the name of the node)
 CALLS = {
-    "softmax": (
-        lambda x: flash_online.softmax(x, -1),
-        lambda x: TF.softmax(x, -1),
-        (3, 4),
-        "LeanSoftmaxBackward",
-    ),
-    "log_softmax": (
-        lambda x: flash_online.log_softmax(x, 0),
-        lambda x: TF.log_softmax(x, 0),
-        (3, 4),
-        "LeanSoftmaxBackward",
-    ),
+    "softmax": (lambda x: flash_online.softmax(x, -1), lambda x: TF.softmax(x, -1), (3, 4), "LeanSoftmaxBackward"),
+    "log_softmax": (lambda x: flash_online.log_softmax(x, 0), lambda x: TF.log_softmax(x, 0), (3, 4), "LeanSoftmaxBackward"),
     "cross_entropy": (
         lambda x: flash_online.cross_entropy(x, TARGET.to(x.device)),
         lambda x: TF.cross_entropy(x, TARGET.to(x.device)),
-        (3, 4),
-        "LeanLossBackward",
+        *((3, 4), "LeanLossBackward"),
     ),
     "attention": (
         lambda x: flash_online.attention(x, x, x, causal=True),
         lambda x: TF.scaled_dot_product_attention(x, x, x, is_causal=True),
-        (2, 3, 5, 8),
-        "LeanAttentionBackward",
+        *((2, 3, 5, 8), "LeanAttentionBackward"),
     ),
 }
 pytestmark = pytest.mark.parametrize("name", CALLS)
@@ -75,7 +63,7 @@ def test_the_graph_of_the_gradient(name, device):
     ours, torchs, *_ = CALLS[name]
     x = leaf(name, device)
     torch.testing.assert_close(gradient(ours, x, create_graph=True), gradient(ours, x))
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have no second derivative
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # torch's fused kernels have no second derivative
         seconds = [torch.autograd.grad(gradient(f, x, create_graph=True).sin().sum(), x)[0] for f in (ours, torchs)]
     torch.testing.assert_close(*seconds, rtol=1e-4, atol=1e-5)
 
@@ -91,7 +79,7 @@ def test_what_is_saved_and_then_overwritten(name, device):
 
 
 def test_hooks(name, device):
-    """Those of saved tensors, of the node and of the result."""
+    """Hooks of saved tensors, of the node and of the result run."""
     ours, *_ = CALLS[name]
     x = leaf(name, device)
     expected, packed, seen = gradient(ours, x), [], []
@@ -111,7 +99,7 @@ def test_hooks(name, device):
 
 
 def test_a_tensor_that_outlived_its_transform(name, device):
-    """What torch.func.grad hands to its function wraps the tensor that it was given, and reaches that after it has ended."""
+    """torch.func.grad passes its function a wrapper of the tensor, which still reaches the tensor after the transform."""
     ours, *_ = CALLS[name]
     x, kept = leaf(name, device), []
     torch.func.grad(lambda t: (kept.append(t), t.sum())[1])(x)
