@@ -68,6 +68,12 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or next((str(f) for f in packaged if f.is_file()), None)
 
 
+def sees_gpu() -> bool:
+    """Whether the driver lists a GPU of NVIDIA's."""
+    command = shutil.which("nvidia-smi")
+    return bool(command) and subprocess.run([command, "-L"], capture_output=True, check=False).stdout.startswith(b"GPU")
+
+
 def tool(name: str) -> str:
     """A build tool: that of the PyPI package, which an environment that is not activated has outside PATH, else PATH's."""
     package = importlib.import_module(name) if importlib.util.find_spec(name) else None
@@ -103,7 +109,16 @@ class CMakeBuild(build_ext):
             "CMAKE_MAKE_PROGRAM": tool("ninja"),
         }
         nvcc = find_nvcc() if cuda != "0" else None
-        if nvcc:
+        if nvcc and cuda == "auto" and not (os.environ.get("TORCH_CUDA_ARCH_LIST") or sees_gpu()):
+            options["FLASH_ONLINE_CUDA"] = "0"
+            announce(
+                [
+                    f"flash_online: no GPU is visible, so this build has NO CUDA KERNELS, though there is {nvcc}.",
+                    "FLASH_ONLINE_CUDA=1 builds them: about 45 core-minutes for one architecture, for which no GPU is needed.",
+                    "TORCH_CUDA_ARCH_LIST, for instance 9.0a, says for which. FLASH_ONLINE_CUDA=0 silences this notice.",
+                ]
+            )
+        elif nvcc:
             options["CMAKE_CUDA_COMPILER"] = nvcc
         elif cuda == "auto":
             options["FLASH_ONLINE_CUDA"] = "0"
