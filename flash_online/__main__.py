@@ -158,13 +158,9 @@ def info(arguments: list[str]) -> int:
 
 
 def check(arguments: list[str]) -> int:
-    if arguments:
-        from . import _check_doors
+    from . import _self_check
 
-        return _check_doors.main(arguments)
-    from . import _check_install
-
-    return _check_install.main()
+    return _self_check.main(arguments)
 
 
 def demo(arguments: list[str]) -> int:

@@ -110,9 +110,8 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """`flash_attn_func` of q `[B, L, H, E]` and kv `[B, S, 2, Hk, E]`, keys before values; one gradient for kv."""
     k, v = unpacked("kv", kv, 5, 2)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *options)
 
 
 def flash_attn_qkvpacked_func(
@@ -128,9 +127,8 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of qkv `[B, L, 3, H, E]`: queries, keys, values; one gradient for qkv."""
     q, k, v = unpacked("qkv", qkv, 5, 3)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *options)
 
 
 def flash_attn_varlen_func(
@@ -221,21 +219,8 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` of q `[Tq, H, E]` and kv `[Tk, 2, Hk, E]`, keys before values; one gradient for kv."""
     k, v = unpacked("kv", kv, 4, 2)
-    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        *packing,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -253,21 +238,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` of qkv `[T, 3, H, E]`: queries, keys, values; one gradient for qkv."""
     q, k, v = unpacked("qkv", qkv, 4, 3)
-    packing = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        *packing,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
 
 
 def flash_attn_with_kvcache(

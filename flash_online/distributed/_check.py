@@ -5,8 +5,9 @@ ranks with one process, on GPUs if there are N, else on the CPU. Without torchru
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,13 +25,6 @@ from . import (
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 32
 ROWS = 48  # per rank
-CASES: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True},
-    "window": {"causal": True, "window": (37, None)},
-    "softcap": {"softcap": 3.0},
-    "ALiBi": {"causal": True, "alibi_slopes": True},
-    "sinks": {"causal": True, "sinks": True},
-}
 GRADIENTS = ("dquery", "dkey", "dvalue")
 CLASSES = 101  # not divisible by any number of ranks above 1
 ALLOWED = 0.02  # relative to the largest element, for 16-bit sums over ranks in another order
@@ -61,34 +55,29 @@ def _device() -> str:
     return "cuda"
 
 
-def _run(call: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """Out, lse and the gradients of inputs."""
+def _run(call: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor) -> list[Tensor]:
+    """Out, lse and the gradients of query, key and value, from these and the gradient of out."""
+    *inputs, grad = tensors
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     out, lse = call(*leaves)
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def _differences(ours: list[Tensor], wanted: list[Tensor], sums: Sequence[str] = ()) -> list[str]:
-    """The results that differ: they must be bit-equal, except `sums`, which are added in another order."""
-    names = ("out", "lse", *GRADIENTS)
-    equal = (_is_close if name in sums else torch.equal for name in names)
-    return [name for name, same, *pair in zip(names, equal, ours, wanted, strict=True) if not same(*pair)]
-
-
-def _sums(method: str, ranks: int) -> Sequence[str]:
-    """The gradients that are summed over ranks. With gathered keys each row of dquery is summed too, over tiles of keys: on the
-    CPU in the order of one process, on a GPU only if the tiles of queries hold the same rows."""
-    if method == "gathered":
-        return GRADIENTS
-    return GRADIENTS[1:] if KEY_HEADS % ranks else ()
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs().max() <= ALLOWED * other.abs().max())
 
 
-def _vocabulary(randn: Callable[..., Tensor], device: str) -> list[str]:
-    """Checks the loss over sharded classes; the per-row results are sums in another order. Returns the names that are wrong."""
+def _wrong(ours: list[Tensor], wanted: list[Tensor], method: str) -> list[str]:
+    """The names of the results that differ. All must be bit-equal, but for gradients that are summed over ranks. With gathered
+    keys each row of dquery is summed too, over tiles of keys: on the CPU in the order of one process, on a GPU only if the
+    tiles of queries hold the same rows."""
+    sums = GRADIENTS if method == "gathered" else GRADIENTS[1:] if KEY_HEADS % dist.get_world_size() else ()
+    named = zip(("out", "lse", *GRADIENTS), ours, wanted, strict=True)
+    return [name for name, *pair in named if not (_is_close if name in sums else torch.equal)(*pair)]
+
+
+def _wrong_loss(randn: Callable[..., Tensor], device: str) -> list[str]:
+    """The names of the results that differ of the loss over sharded classes; its sums per row have another order."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     hidden, weight = randn(ROWS, WIDTH), randn(CLASSES, WIDTH)
     target = torch.arange(ROWS, device=device) * 7 % CLASSES
@@ -102,57 +91,51 @@ def _vocabulary(randn: Callable[..., Tensor], device: str) -> list[str]:
     return [name for name, (one, other) in pairs.items() if one.numel() and not _is_close(one.detach(), other.detach())]
 
 
+def _results(device: str) -> Iterator[tuple[str, list[str]]]:
+    """The name of each case, and the names of its results that are wrong on this rank."""
+    generator, length = torch.Generator().manual_seed(2017), ROWS * dist.get_world_size()
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+    slopes, sinks = (torch.rand(HEADS, generator=generator).to(device) for _ in range(2))
+    options: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "window": {"causal": True, "window": (37, None)},
+        "softcap": {"softcap": 3.0},
+        "ALiBi": {"causal": True, "alibi_slopes": slopes},
+        "sinks": {"causal": True, "sinks": sinks},
+    }
+    both = {"deterministic": True, "return_lse": True}
+    cases: list[tuple[str, Any, Any, int]] = [
+        (name, partial(attention, **both, **own), partial(context_parallel_attention, **both, **own), 2)
+        for name, own in options.items()
+    ]
+    starts = torch.tensor([0, 1, ROWS - 5, ROWS - 5, length - 2], dtype=torch.int32, device=device)
+    packing = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}
+    one = partial(varlen_attention, causal=True, **both, **packing)
+    several = partial(context_parallel_varlen_attention, cu_seqlens=starts, max_seqlen=length, causal=True, **both)
+    for name, alone, together, dim in [*cases, ("packed documents", one, several, 0)]:
+        tensors = [randn(1, heads, length, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]  # the last: grad
+        tensors = tensors if dim else [tensor[0].transpose(0, 1).contiguous() for tensor in tensors]
+        wanted = _run(alone, *tensors)
+        for method, layout in itertools.product(("ulysses", "gathered"), ("zigzag", "contiguous") if dim else ("contiguous",)):
+            ours = _run(partial(together, method=method, layout=layout), *shard(tensors, [dim] * 4, layout=layout))
+            mine = shard(wanted, [dim, wanted[1].dim() - 1, dim, dim, dim], layout=layout)
+            yield f"{name}, {method}, {layout}", _wrong(ours, mine, method)
+    yield "classes over ranks", _wrong_loss(randn, device)
+
+
 def check(say: Callable[[str], None]) -> bool:
-    device = _device()
+    device, right = _device(), True
     with _group(device):
-        ranks, right = dist.get_world_size(), True
+        ranks = dist.get_world_size()
         where = torch.cuda.get_device_name() if device == "cuda" else "CPU, gloo"
         say(f"{ranks} rank{'s' * (ranks > 1)}, {where}")
-        generator = torch.Generator().manual_seed(2017)
-
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
-
-        def report(name: str, wrong: list[str]) -> None:
-            nonlocal right
+        for name, wrong in _results(device):
             verdicts: list[Any] = [None] * ranks
             dist.all_gather_object(verdicts, wrong)
-            right &= not any(verdicts)
             bad = "; ".join(f"rank {n}: {', '.join(names)}" for n, names in enumerate(verdicts) if names)
             say(f"{'WRONG' if bad else 'ok':6} {name}{': ' + bad if bad else ''}")
-
-        whole = [randn(1, heads, ROWS * ranks, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-        grad = randn(1, HEADS, ROWS * ranks, WIDTH)
-        more = {"alibi_slopes": torch.rand(HEADS, generator=generator), "sinks": torch.rand(HEADS, generator=generator)}
-        for name, words in CASES.items():
-            options = {key: more[key].to(device) if value is True and key in more else value for key, value in words.items()}
-            options |= {"deterministic": True, "return_lse": True}
-            wanted = _run(partial(attention, **options), whole, grad)
-            for method in ("ulysses", "gathered"):
-                for layout in ("zigzag", "contiguous"):
-                    part = shard([*whole, grad], 2, layout=layout)
-                    call = partial(context_parallel_attention, method=method, layout=layout, **options)
-                    ours = _run(call, part[:3], part[3])
-                    mine = shard(wanted, [2, 2, 2, 2, 2], layout=layout)
-                    report(f"{name}, {method}, {layout}", _differences(ours, mine, _sums(method, ranks)))
-        report("classes over ranks", _vocabulary(randn, device))
-        ends = [0, 1, ROWS - 5, ROWS - 5, ROWS * ranks - 2]
-        starts = torch.tensor(sorted(ends), dtype=torch.int32, device=device)
-        packed = [tensor[0].transpose(0, 1).contiguous() for tensor in whole]
-        options = {"causal": True, "deterministic": True, "return_lse": True}
-        longest = ROWS * ranks
-        grad = grad[0].transpose(0, 1)
-
-        def one_process(*tensors: Tensor) -> Any:
-            return varlen_attention(*tensors, starts, starts, longest, longest, **options)
-
-        def on_ranks(*tensors: Tensor, method: str) -> Any:
-            return context_parallel_varlen_attention(*tensors, starts, max_seqlen=longest, method=method, **options)
-
-        wanted = _run(one_process, packed, grad)
-        for method in ("ulysses", "gathered"):
-            part = shard([*packed, grad], 0, layout="contiguous")
-            ours = _run(partial(on_ranks, method=method), part[:3], part[3])
-            mine = shard(wanted, [0, wanted[1].dim() - 1, 0, 0, 0], layout="contiguous")
-            report(f"packed documents, {method}", _differences(ours, mine, _sums(method, ranks)))
-        return right
+            right &= not bad
+    return right

@@ -5,110 +5,80 @@ installed diffusers. Nothing is downloaded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._check_install import why_no_cuda
+from .._self_check import MaskMeter, compare_models, difference, require
 from .diffusers import NAME, register
 
 ALLOWED = 1e-6  # relative to the largest element of the output, and of the gradients, in float32
 BATCH, IMAGE, TEXT = 2, 16, 8  # tokens; each is divisible by two ranks
 
 
-def _seeded(seed: int) -> Callable[..., Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(*shape, generator=generator)
+@dataclass(frozen=True)
+class Model:
+    """A tiny model of diffusers with random weights: its class, its config arguments, and what its forward pass takes."""
+
+    name: str
+    words: dict[str, Any]
+    inputs: Callable[[], dict[str, Any]]
+
+    def make(self) -> tuple[Any, dict[str, Any]]:
+        import diffusers
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2022)
+            return getattr(diffusers, self.name)(num_attention_heads=2, **self.words).eval(), self.inputs()
 
 
-def _built(name: str, **words: Any) -> Any:
-    """A model of diffusers with random weights, of two blocks."""
-    import diffusers
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2022)
-        return getattr(diffusers, name)(**words).eval()
+def _flux() -> dict[str, Any]:
+    places = torch.stack([torch.zeros(IMAGE), torch.arange(IMAGE) // 4, torch.arange(IMAGE) % 4], dim=1)
+    text = {"encoder_hidden_states": torch.randn(BATCH, TEXT, 32), "txt_ids": torch.zeros(TEXT, 3)}
+    image = {"hidden_states": torch.randn(BATCH, IMAGE, 4), "img_ids": places}
+    return image | text | {"pooled_projections": torch.randn(BATCH, 32), "timestep": torch.ones(BATCH)}
 
 
-def flux() -> tuple[Any, dict[str, Any]]:
-    """FluxTransformer2DModel: one block with separate and one with joint weights of text and image; no masks."""
-    words = {"in_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
-    model = _built(
-        "FluxTransformer2DModel", num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, **words
-    )
-    normal, places = _seeded(1), torch.zeros(IMAGE, 3)
-    places[:, 1], places[:, 2] = torch.arange(IMAGE) // 4, torch.arange(IMAGE) % 4
-    return model, {
-        "hidden_states": normal(BATCH, IMAGE, 4),
-        "encoder_hidden_states": normal(BATCH, TEXT, 32),
-        "pooled_projections": normal(BATCH, 32),
-        "timestep": torch.ones(BATCH),
-        "img_ids": places,
-        "txt_ids": torch.zeros(TEXT, 3),
-    }
+def _wan() -> dict[str, Any]:
+    inputs = {"hidden_states": torch.randn(BATCH, 4, 2, 8, 8), "encoder_hidden_states": torch.randn(BATCH, 12, 16)}
+    return inputs | {"timestep": torch.tensor([3] * BATCH)}
 
 
-def wan() -> tuple[Any, dict[str, Any]]:
-    """WanTransformer3DModel: self-attention of a video and cross-attention to a text; no masks."""
-    words = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 256, "ffn_dim": 32, "rope_max_seq_len": 32}
-    model = _built(
-        "WanTransformer3DModel", num_layers=2, num_attention_heads=2, attention_head_dim=12, patch_size=(1, 2, 2), **words
-    )
-    normal = _seeded(2)
-    inputs = {"hidden_states": normal(BATCH, 4, 2, 8, 8), "encoder_hidden_states": normal(BATCH, 12, 16)}
-    return model, inputs | {"timestep": torch.tensor([3] * BATCH)}
+def _qwen_image() -> dict[str, Any]:
+    """With a bool mask [B, 1, 1, S] over padded text."""
+    text = {"encoder_hidden_states": torch.randn(BATCH, TEXT, 16), "encoder_hidden_states_mask": _text_mask(1, 5).bool()}
+    image = {"hidden_states": torch.randn(BATCH, IMAGE, 16), "img_shapes": [(1, 4, 4)] * BATCH}
+    return text | image | {"timestep": torch.ones(BATCH)}
 
 
-def qwen_image() -> tuple[Any, dict[str, Any]]:
-    """QwenImageTransformer2DModel: joint attention with a bool mask [B, 1, 1, S] over padded text."""
-    words = {"in_channels": 16, "out_channels": 4, "joint_attention_dim": 16, "axes_dims_rope": (8, 4, 4)}
-    model = _built("QwenImageTransformer2DModel", num_layers=2, attention_head_dim=16, num_attention_heads=2, **words)
-    normal, mask = _seeded(3), torch.ones(BATCH, TEXT, dtype=torch.bool)
-    mask[1, 5:] = False
-    return model, {
-        "hidden_states": normal(BATCH, IMAGE, 16),
-        "encoder_hidden_states": normal(BATCH, TEXT, 16),
-        "encoder_hidden_states_mask": mask,
-        "timestep": torch.ones(BATCH),
-        "img_shapes": [(1, 4, 4)] * BATCH,
-    }
+def _ltx() -> dict[str, Any]:
+    """With an additive mask [B, H, 1, S] over padded text."""
+    text = {"encoder_hidden_states": torch.randn(BATCH, TEXT, 16), "encoder_attention_mask": _text_mask(0, 6)}
+    video = {"hidden_states": torch.randn(BATCH, IMAGE, 8), "num_frames": 1, "height": 4, "width": 4}
+    return text | video | {"timestep": torch.ones(BATCH)}
 
 
-def ltx() -> tuple[Any, dict[str, Any]]:
-    """LTXVideoTransformer3DModel: cross-attention with an additive mask [B, H, 1, S] over padded text."""
-    words = {"in_channels": 8, "out_channels": 8, "cross_attention_dim": 32, "caption_channels": 16}
-    model = _built("LTXVideoTransformer3DModel", num_layers=2, num_attention_heads=2, attention_head_dim=16, **words)
-    normal, mask = _seeded(4), torch.ones(BATCH, TEXT)
-    mask[0, 6:] = 0
-    return model, {
-        "hidden_states": normal(BATCH, IMAGE, 8),
-        "encoder_hidden_states": normal(BATCH, TEXT, 16),
-        "encoder_attention_mask": mask,
-        "timestep": torch.ones(BATCH),
-        **{"num_frames": 1, "height": 4, "width": 4},
-    }
+def _text_mask(sequence: int, length: int) -> Tensor:
+    mask = torch.ones(BATCH, TEXT)
+    mask[sequence, length:] = 0
+    return mask
 
 
-MODELS = {"Flux": flux, "Wan": wan, "QwenImage": qwen_image, "LTX": ltx}
-
-
-class MaskMeter(TorchDispatchMode):
-    """The elements in memory of the largest mask that reaches one of our operators, and the number of calls that do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = self.calls = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == NAME and "attention" in function.__name__ and "backward" not in function.__name__:
-            self.calls += 1
-            for argument, tensor in zip(function._schema.arguments, args, strict=False):
-                if argument.name == "mask" and tensor is not None:
-                    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-                    self.most = max(self.most, torch.Size(size for size, stride in sizes if stride).numel())
-        return function(*args, **(kwargs or {}))
+_FLUX = {"in_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
+_FLUX |= {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}  # blocks with separate and with joint weights
+_WAN = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 256, "ffn_dim": 32, "rope_max_seq_len": 32}
+_WAN |= {"num_layers": 2, "attention_head_dim": 12, "patch_size": (1, 2, 2)}
+_QWEN = {"in_channels": 16, "out_channels": 4, "joint_attention_dim": 16, "axes_dims_rope": (8, 4, 4)}
+_LTX = {"in_channels": 8, "out_channels": 8, "cross_attention_dim": 32, "caption_channels": 16}
+_TWO_BLOCKS = {"num_layers": 2, "attention_head_dim": 16}
+MODELS = {
+    "Flux": Model("FluxTransformer2DModel", _FLUX, _flux),
+    "Wan": Model("WanTransformer3DModel", _WAN, _wan),
+    "QwenImage": Model("QwenImageTransformer2DModel", _QWEN | _TWO_BLOCKS, _qwen_image),
+    "LTX": Model("LTXVideoTransformer3DModel", _LTX | _TWO_BLOCKS, _ltx),
+}
 
 
 def run(model: Any, inputs: dict[str, Any], backend: str) -> tuple[Tensor, list[Tensor]]:
@@ -125,10 +95,15 @@ def run(model: Any, inputs: dict[str, Any], backend: str) -> tuple[Tensor, list[
     return out.detach(), [grad for grad in grads if grad is not None]
 
 
-def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest difference, relative to the largest element."""
-    largest = max(t.abs().max().item() for t in theirs)
-    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) / largest
+def measure(model: Model, device: str) -> tuple[float, float, int, str]:
+    """The differences of output and gradients between our backend and diffusers' native one, and the largest mask of ours."""
+    module, inputs = model.make()
+    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    out, grads = run(module.to(device), inputs, "native")
+    with MaskMeter() as meter:
+        our_out, our_grads = run(module, inputs, NAME)
+    require(meter.calls > 0, "no call reached our kernels")
+    return difference([our_out], [out]), difference(our_grads, grads), meter.most, ""
 
 
 def check(say: Callable[[str], None]) -> bool:
@@ -143,36 +118,9 @@ def check(say: Callable[[str], None]) -> bool:
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 
     active = registry._active_backend
-    say(f"diffusers {diffusers.__version__}, set_attention_backend({NAME!r}) compared with 'native', float32")
-    say(f"Errors relative to the largest element, {ALLOWED:g} allowed; the largest mask in elements.\n")
-    say(f"{'model':10} {'where':5} {'error of output':16} {'error of gradient':18} largest mask")
-    right, logging = True, diffusers.utils.logging
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it logs once per model that backends are experimental
     try:
-        for device in ("cpu",) if why_no_cuda() else ("cpu", "cuda"):
-            for name, make in MODELS.items():
-                try:
-                    line, good = _check_model(make, device)
-                except Exception as problem:  # report a failing model and go on
-                    line, good = f"FAILED: {type(problem).__name__}: {problem}", False
-                say(f"{name:10} {device:5} {line}")
-                right = right and good
+        return compare_models(
+            say, diffusers, f"set_attention_backend({NAME!r}) compared with 'native'", MODELS, measure, ALLOWED
+        )
     finally:
-        logging.set_verbosity(verbosity)
         registry._active_backend = active  # set_active_backend is newer than the registry
-    return right
-
-
-def _check_model(make: Callable[[], tuple[Any, dict[str, Any]]], device: str) -> tuple[str, bool]:
-    """The text of a model's line, and whether the model is right."""
-    model, inputs = make()
-    model = model.to(device)
-    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    out, grads = run(model, inputs, "native")
-    with MaskMeter() as meter:
-        our_out, our_grads = run(model, inputs, NAME)
-    errors = difference([our_out], [out]), difference(our_grads, grads)
-    good = meter.calls > 0 and max(errors) <= ALLOWED
-    said = "" if good else "  WRONG" if meter.calls else "  WRONG: no call reached our kernels"
-    return f"{errors[0]:<16.1e} {errors[1]:<18.1e} {meter.most}{said}", good

@@ -4,34 +4,26 @@ the installed transformers. Nothing is downloaded.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._check_install import why_no_cuda
+from .._self_check import MaskMeter, compare_models, difference, require
 
-BATCH, LENGTH = 3, 45  # of the inputs, in tokens
-ENCODED = 30  # frames from Whisper's encoder; no width equals these lengths, so masks are recognisable by shape
+BATCH, LENGTH = 3, 45  # of the inputs, in tokens; no width equals this length, so dense masks are recognisable by shape
+ENCODED = 30  # frames from Whisper's encoder
 ALLOWED = 1e-5  # relative to the largest output, and to the largest gradient, in float32
 NEW_TOKENS = 10
 
 _VOCABULARY, _HIDDEN, _HEADS, _LAYERS = 97, 48, 6, 3
-_DECODER = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": _HIDDEN,
-    "intermediate_size": 64,
-    "num_hidden_layers": _LAYERS,
-    "num_attention_heads": _HEADS,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_ENCODER = {name: _DECODER[name] for name in _DECODER if name != "num_key_value_heads"} | _TOKENS
+_PLAIN = {"vocab_size": _VOCABULARY, "hidden_size": _HIDDEN, "intermediate_size": 64, "max_position_embeddings": 128}
+_PLAIN |= {"num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS}
+_DECODER, _ENCODER = _PLAIN | {"num_key_value_heads": 2}, _PLAIN | _TOKENS
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -71,26 +63,21 @@ class Model:
     ) -> dict[str, Tensor]:
         """Inputs of a forward pass. Decoders are padded on the left, other models on the right."""
         generator = torch.Generator().manual_seed(2023)
+        real = torch.arange(length) >= (torch.arange(batch) * length // (2 * batch))[:, None]
+        right = real.flip(1).long()
 
         def tokens() -> Tensor:
             return torch.randint(3, _VOCABULARY, (batch, length), generator=generator)
 
-        def padding(left: bool) -> Tensor:
-            hidden = (torch.arange(batch) * length // (2 * batch))[:, None]
-            real = torch.arange(length) >= hidden
-            return (real if left else real.flip(1)).long()
-
-        found = {"input_ids": tokens()}
-        if padded:
-            found["attention_mask"] = padding(left=self.kind == "decoder")
-        if self.kind == "t5":
-            found |= {"decoder_input_ids": tokens()}
-            found |= {"decoder_attention_mask": padding(left=False)} if padded else {}
         if self.kind == "whisper":  # the encoder takes no padding
             frames = torch.randn(batch, 16, 2 * ENCODED, generator=generator)
-            found = {"input_features": frames, "decoder_input_ids": found["input_ids"]}
-            found |= {"decoder_attention_mask": padding(left=False)} if padded else {}
-        return {name: tensor.to(device) for name, tensor in found.items()}
+            found = {"input_features": frames, "decoder_input_ids": tokens(), "decoder_attention_mask": right}
+        elif self.kind == "t5":
+            found = {"input_ids": tokens(), "decoder_input_ids": tokens()}
+            found |= {"attention_mask": right, "decoder_attention_mask": right}
+        else:
+            found = {"input_ids": tokens(), "attention_mask": real.long() if self.kind == "decoder" else right}
+        return {name: tensor.to(device) for name, tensor in found.items() if padded or not name.endswith("mask")}
 
 
 _T5 = _TOKENS | {"d_model": _HIDDEN, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": _HEADS, "vocab_size": _VOCABULARY}
@@ -131,50 +118,6 @@ MODELS = (
 )
 
 
-class _MaskMeter(TorchDispatchMode):
-    """The elements of the largest mask that an operator makes: tensors with a last dimension in `keys`, bool or of four
-    dimensions (an lse has three)."""
-
-    def __init__(self, keys: set[int]) -> None:
-        super().__init__()
-        self.keys, self.most = keys, 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = function(*args, **(kwargs or {}))
-        for tensor in results if isinstance(results, (tuple, list)) else (results,):
-            if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[-1] not in self.keys:
-                continue
-            if tensor.dtype is torch.bool or tensor.dim() == 4:
-                # Views share storage: expanded masks take no memory.
-                self.most = max(self.most, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return results
-
-
-@contextlib.contextmanager
-def measured(name: str, keys: set[int]) -> Iterator[_MaskMeter]:
-    """Measures the masks that the two functions registered under `name` allocate."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    meter = _MaskMeter(keys)
-    mappings = [interface._global_mapping for interface in (AttentionInterface, AttentionMaskInterface)]
-    before = [mapping[name] for mapping in mappings]
-
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        def watching(*arguments: Any, **options: Any) -> Any:
-            with meter:
-                return function(*arguments, **options)
-
-        return watching
-
-    for mapping, function in zip(mappings, before, strict=True):
-        mapping[name] = watched(function)
-    try:
-        yield meter
-    finally:
-        for mapping, function in zip(mappings, before, strict=True):
-            mapping[name] = function
-
-
 def passes(model: torch.nn.Module, inputs: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The outputs of a forward pass at non-padding tokens, and the gradients of the parameters."""
     model.zero_grad()
@@ -191,13 +134,7 @@ def passes(model: torch.nn.Module, inputs: dict[str, Tensor]) -> tuple[list[Tens
     return [out.detach() for out in outputs], gradients
 
 
-def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest difference, relative to the largest element."""
-    largest = max(t.abs().max().item() for t in theirs)
-    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) / largest
-
-
-def generated(model: Any, spec: Model, inputs: dict[str, Tensor], cache: str | None) -> Tensor:
+def generated(model: Any, inputs: dict[str, Tensor], cache: str | None) -> Tensor:
     """Greedy generation after the (padded) prompts."""
     inputs = {name: tensor for name, tensor in inputs.items() if not name.startswith("decoder")}
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -205,36 +142,35 @@ def generated(model: Any, spec: Model, inputs: dict[str, Tensor], cache: str | N
     return model.generate(**inputs, **options, cache_implementation=cache, disable_compile=True)
 
 
-def generated_eagerly(model: Any, spec: Model, inputs: dict[str, Tensor], cache: str | None) -> Tensor | None:
+def generated_eagerly(model: Any, inputs: dict[str, Tensor], cache: str | None) -> Tensor | None:
     """`generated` with the host's eager attention. None if the host itself fails, as transformers 5.17 does with a static cache
     for chunked attention: it passes one of its mask functions an argument that the function lacks."""
     model.set_attn_implementation("eager")
     try:
-        return generated(model, spec, inputs, cache)
+        return generated(model, inputs, cache)
     except TypeError:
         return None
 
 
-def _check_model(spec: Model, name: str, device: str) -> tuple[str, bool]:
-    """The line of a model, and whether the model is right."""
-    model, inputs = spec.build().to(device), spec.inputs(device=device)
-    model.set_attn_implementation("eager")
-    outputs, gradients = passes(model, inputs)
-    caches = () if spec.kind == "encoder" else (None, "static")
-    texts = {cache: generated_eagerly(model, spec, inputs, cache) for cache in caches}
-    model.set_attn_implementation(name)
-    with measured(name, {LENGTH, ENCODED}) as meter:
-        ours, our_gradients = passes(model, inputs)
-    of_output = difference(ours, outputs)
-    of_gradient = difference([our_gradients[n] for n in gradients], list(gradients.values()))
-    right = of_output <= ALLOWED and of_gradient <= ALLOWED and meter.most < min(LENGTH, ENCODED) ** 2
-    word = "-"
-    if texts:
-        same = [torch.equal(generated(model, spec, inputs, cache), t) for cache, t in texts.items() if t is not None]
-        right, word = right and all(same), "equal" if all(same) else "DIFFERENT"
-        word += " (a static cache fails in eager too)" if texts["static"] is None else ""
-    line = f"{spec.name:12} {device:5} {of_output:<16.1e} {of_gradient:<18.1e} {meter.most:<13} {word:10}"
-    return f"{line} {'' if right else 'WRONG'}".rstrip(), right
+def _measure(name: str, model: Model, device: str) -> tuple[float, float, int, str]:
+    """The differences of outputs and gradients between the attention registered under `name` and the host's eager attention,
+    the largest mask of ours, and a note on generated text."""
+    module, inputs = model.build().to(device), model.inputs(device=device)
+    module.set_attn_implementation("eager")
+    outputs, gradients = passes(module, inputs)
+    texts = {cache: generated_eagerly(module, inputs, cache) for cache in (None, "static") if model.kind != "encoder"}
+    module.set_attn_implementation(name)
+    with MaskMeter((LENGTH, LENGTH)) as meter:
+        ours, our_gradients = passes(module, inputs)
+    # T5's position bias is a mask of all queries and keys, which the batch shares.
+    most = _HEADS * LENGTH**2 if model.kind == "t5" else min(LENGTH, ENCODED) ** 2 - 1
+    require(meter.calls > 0, "no call reached our kernels")
+    require(meter.most <= most, f"expected no dense mask, got one of {meter.most} elements")
+    for cache, text in texts.items():
+        require(text is None or torch.equal(generated(module, inputs, cache), text), f"DIFFERENT text, cache: {cache}")
+    note = "" if not texts else "equal text" if None not in texts.values() else "equal text (a static cache fails in eager too)"
+    of_gradients = difference([our_gradients[n] for n in gradients], list(gradients.values()))
+    return difference(ours, outputs), of_gradients, meter.most, note
 
 
 def check(say: Callable[[str], None]) -> bool:
@@ -248,23 +184,8 @@ def check(say: Callable[[str], None]) -> bool:
     name = register()
     import transformers
 
-    dense = BATCH * LENGTH * LENGTH
-    say(f"transformers {transformers.__version__}, attn_implementation={name!r} compared with 'eager', float32, padded batches")
-    say(f"Errors relative to the largest element, {ALLOWED:g} allowed; masks in elements (a dense one has {dense}).\n")
-    say(f"{'model':12} {'where':5} {'error of output':16} {'error of gradient':18} {'largest mask':13} generate")
-    right = True
-    quiet = transformers.utils.logging
-    verbosity = quiet.get_verbosity()
-    quiet.set_verbosity_error()
-    try:
-        for device in ("cpu",) if why_no_cuda() else ("cpu", "cuda"):
-            for spec in MODELS:
-                try:
-                    line, good = _check_model(spec, name, device)
-                except Exception as problem:  # report a failing model and go on
-                    line, good = f"{spec.name:12} {device:5} FAILED: {type(problem).__name__}: {problem}", False
-                right = right and good
-                say(line)
-    finally:
-        quiet.set_verbosity(verbosity)
-    return right
+    setting = (
+        f"attn_implementation={name!r} compared with 'eager', padded batches (a dense mask has {BATCH * LENGTH**2} elements)"
+    )
+    models = {model.name: model for model in MODELS}
+    return compare_models(say, transformers, setting, models, partial(_measure, name), ALLOWED)

@@ -123,8 +123,8 @@ def main(ring: int, ulysses: int) -> None:
             torch.autograd.grad(out.sum(), leaf, create_graph=True)
         dist.barrier()
 
-        for name, make in check.MODELS.items() if ranks == 2 else ():
-            model, inputs = make()
+        for name, spec in check.MODELS.items() if ranks == 2 else ():
+            model, inputs = spec.make()
             with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
                 model.set_attention_backend("native")
                 expected = model(**inputs, return_dict=False)[0]

@@ -22,6 +22,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from diffusers.models import attention_dispatch as host  # noqa: E402
 
+from flash_online._self_check import MaskMeter, difference  # noqa: E402
 from flash_online.integrations import _check_diffusers as check  # noqa: E402
 from flash_online.integrations import diffusers as door  # noqa: E402
 
@@ -89,7 +90,7 @@ def test_register_is_idempotent_and_remove_leaves_diffusers_as_before():
 def test_remove_gives_up_the_active_backend():
     before = state()
     registration = door.register()
-    model, _ = check.flux()
+    model, _ = check.MODELS["Flux"].make()
     model.set_attention_backend("flash_online")
     assert host._AttentionBackendRegistry._active_backend == "flash_online"
     registration.remove()
@@ -130,8 +131,8 @@ else:
 
 @pytest.mark.parametrize("name", check.MODELS)
 def test_models_agree_with_the_native_backend(name, backend):
-    line, good = check._check_model(check.MODELS[name], "cpu")
-    assert good, line
+    output, gradients, *_ = check.measure(check.MODELS[name], "cpu")
+    assert max(output, gradients) <= check.ALLOWED
 
 
 def test_check_says_a_line_per_model_and_finds_a_fault(monkeypatch, capsys):
@@ -153,7 +154,7 @@ def test_check_says_a_line_per_model_and_finds_a_fault(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", [n if n == "Flux" else pytest.param(n, marks=pytest.mark.slow) for n in check.MODELS])
 def test_models_compile_without_a_break(name, backend):
-    model, inputs = check.MODELS[name]()
+    model, inputs = check.MODELS[name].make()
     model.set_attention_backend("flash_online")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -163,14 +164,14 @@ def test_models_compile_without_a_break(name, backend):
         out = function(**inputs, return_dict=False)[0]
         grads = torch.autograd.grad(out.square().mean(), weights, allow_unused=True)
         results.append([out.detach(), *(grad for grad in grads if grad is not None)])
-    assert check.difference(*results) < check.ALLOWED
+    assert difference(*results) < check.ALLOWED
 
 
 def test_the_context_manager_and_the_reset(backend):
-    model, inputs = check.flux()
+    model, inputs = check.MODELS["Flux"].make()
 
     def calls():
-        with torch.no_grad(), check.MaskMeter() as meter:
+        with torch.no_grad(), MaskMeter() as meter:
             model(**inputs)
         return meter.calls
 
@@ -233,7 +234,7 @@ def test_masks(name, dtype, backend, device):
 
 def test_a_padding_mask_is_never_expanded(backend, device):
     query, key, value = tensors(device, torch.float32)
-    with check.MaskMeter() as meter:
+    with MaskMeter() as meter:
         call(query, key, value, torch.rand(2, 33, device=device) > 0.4, backend=backend)
         assert (meter.calls, meter.most) == (1, 66)
         call(query, key, value, (torch.rand(33, device=device) > 0.4).expand(2, 4, 21, 33), backend=backend)

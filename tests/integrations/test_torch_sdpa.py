@@ -101,10 +101,9 @@ def test_the_check_of_this_door(capsys):
     else:
         with pytest.raises(ImportError, match="torch_sdpa replaces operators on CUDA, and no GPU is visible"):
             _check_torch.check(print)
-    # PyTorch's own kernel on the CPU has no error to speak of, but other bits than ours: the check sees that.
+    # PyTorch's own kernel on the CPU has other bits than ours: the check sees that in each of four calls and two dtypes.
     assert not _check_torch.compare(print, "cpu")
-    *_, last = capsys.readouterr().out.splitlines()
-    assert last.endswith("no  FAILED") and float(last.split()[5]) <= 1
+    assert capsys.readouterr().out.count("expected the bits of flash_online.attention, got others") == 8
 
 
 @pytest.mark.gpu

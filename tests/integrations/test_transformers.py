@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from flash_online import _self_check
 from flash_online.__main__ import main
 
 transformers = pytest.importorskip("transformers")
@@ -127,11 +128,11 @@ def test_a_row_of_nothing_but_padding():
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation_is_equal(device, spec, cache):
     model, inputs = spec.build().to(device), spec.inputs(device=device)
-    expected = checks.generated_eagerly(model, spec, inputs, cache)
+    expected = checks.generated_eagerly(model, inputs, cache)
     if expected is None:
         pytest.skip(f"transformers {transformers.__version__} fails with its own eager attention")
     model.set_attn_implementation(NAME)
-    assert torch.equal(generated(model, spec, inputs, cache), expected)
+    assert torch.equal(generated(model, inputs, cache), expected)
 
 
 @named([BY_NAME[name] for name in ("Llama", "Mistral", "Gemma 3", "gpt-oss", "Llama 4")])
@@ -262,11 +263,11 @@ def test_compiled_decoding_with_a_static_cache(spec):
     """generate() makes the masks before the compiled pass, those of chunks too."""
     model, inputs = spec.build(), spec.inputs()
     model.set_attn_implementation("eager")
-    expected = generated(model, spec, inputs, "static")
+    expected = generated(model, inputs, "static")
     model.set_attn_implementation(NAME)
     torch._dynamo.reset()
     model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    assert torch.equal(generated(model, spec, inputs, "static"), expected)
+    assert torch.equal(generated(model, inputs, "static"), expected)
 
 
 def test_lengths_of_chunks_are_read_with_the_mask():
@@ -721,7 +722,7 @@ FAULTS = [
 @pytest.mark.parametrize("option, name", FAULTS)
 def test_the_check_sees_what_is_missing(capsys, monkeypatch, option, name):
     monkeypatch.setattr(checks, "MODELS", (BY_NAME[name],))
-    monkeypatch.setattr(checks, "why_no_cuda", lambda: "not wanted in this test")
+    monkeypatch.setattr(_self_check, "devices", lambda: ("cpu",))
     monkeypatch.setattr(door, "attention", dropped(option))
     assert main(["check", "transformers"]) == (1 if option else 0)
     out = capsys.readouterr().out
@@ -733,12 +734,12 @@ def test_the_check_sees_what_is_missing(capsys, monkeypatch, option, name):
 
 def test_the_check_sees_a_dense_mask_and_an_error(capsys, monkeypatch):
     monkeypatch.setattr(checks, "MODELS", (BY_NAME["Llama"],))
-    monkeypatch.setattr(checks, "why_no_cuda", lambda: "not wanted in this test")
+    monkeypatch.setattr(_self_check, "devices", lambda: ("cpu",))
     with monkeypatch.context() as patch:
         patch.setitem(transformers.AttentionMaskInterface._global_mapping, NAME, masking_utils.sdpa_mask)
         patch.setattr(door, "register", lambda: NAME)
         assert main(["check", "transformers"]) == 1
-        assert "6075" in capsys.readouterr().out.splitlines()[-3]
+        assert capsys.readouterr().out.splitlines()[-3].endswith("expected no dense mask, got one of 6075 elements")
     monkeypatch.setattr(door, "attention", lambda *a, **o: 1 / 0)
     assert main(["check", "transformers"]) == 1
     assert "FAILED: ZeroDivisionError" in capsys.readouterr().out

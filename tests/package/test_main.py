@@ -13,6 +13,7 @@ from types import FunctionType
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import flash_online
 from flash_online import _info
@@ -210,19 +211,28 @@ CHECKED = (
 @pytest.mark.parametrize("name", CHECKED)
 @pytest.mark.parametrize("fault", [wrong_value, wrong_gradient, raises])
 def test_check_fails_and_names_the_function(capsys, monkeypatch, name, fault):
-    from flash_online import _check_install
+    from flash_online import _check_install, _self_check
 
     monkeypatch.setattr(_check_install, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(_check_install, "why_no_cuda", lambda: "not wanted in this test")
+    monkeypatch.setattr(_self_check, "why_no_cuda", lambda: "not wanted in this test")
     # The other functions would only take time.
     for calls in ("row_calls", "attention_calls", "override_calls"):
         every = getattr(_check_install, calls)
-        monkeypatch.setattr(_check_install, calls, lambda *a, every=every: (c for c in every(*a) if c.group == name))
+        monkeypatch.setattr(_check_install, calls, lambda *a, every=every: (c for c in every(*a) if c.name == name))
     monkeypatch.setattr(flash_online, name, functools.partial(fault, getattr(flash_online, name)))
     assert main(["check"]) == 1
     out = capsys.readouterr().out
     assert f"FAILED: flash_online.{name}(" in out and "float32[" in out and "ok:" not in out
     assert "no kernel image" in out if fault is raises else "max error" in out
+
+
+def test_check_moves_every_tensor_to_the_device():
+    from flash_online import _check_install
+
+    generator = torch.Generator().manual_seed(0)
+    for call in (*_check_install.row_calls(generator), *_check_install.attention_calls(generator, 64)):
+        tensors = [t for t in tree_leaves(call.given(torch.bfloat16, "meta")) if isinstance(t, torch.Tensor)]
+        assert tensors and all(t.is_meta for t in tensors), call.title
 
 
 def test_check_sees_that_override_does_nothing(capsys, monkeypatch):
