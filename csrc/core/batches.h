@@ -41,8 +41,8 @@ class Batches {
     }
     return offset;
   }
-  // True if this outer index is the first one to touch its part of the tensor. The first writes a gradient, later ones add to
-  // it.
+  // True if this outer index is the first one to touch its elements of the tensor. The first writes a gradient, later ones add
+  // to it.
   bool first_visit(int64_t tensor, int64_t index) const {
     for (int64_t i = inner_ - 1; i >= 0; --i) {
       if (strides_[tensor * dims_ + i] == 0 && index % sizes_[i] != 0) return false;

@@ -77,29 +77,29 @@ FLASH_ONLINE_HD Rows unused_queries(const AttentionProblem& problem, int64_t n) 
   return {all.begin + used, all.count - used};
 }
 
-// The cut of the keys of a sequence into pieces, which merge in ascending order. It depends on the sequence alone.
-constexpr int64_t kKeysPerSplitBlock = 64;
+// The cut of the keys of a sequence into kv_splits, which merge in ascending order. It depends on the sequence alone.
+constexpr int64_t kKeysPerKvSplitBlock = 64;
 
-// The pieces of a sequence of `keys` keys: as many as are wanted, if `least` keys are there for each.
+// The kv_splits of a sequence of `keys` keys: as many as are wanted, if `least` keys are there for each.
 template <class Int = int64_t>
-FLASH_ONLINE_HD Int pieces_of(std::type_identity_t<Int> keys, std::type_identity_t<Int> wanted,
-                              std::type_identity_t<Int> least = kKeysPerSplitBlock) {
+FLASH_ONLINE_HD Int kv_splits_of(std::type_identity_t<Int> keys, std::type_identity_t<Int> wanted,
+                                 std::type_identity_t<Int> least = kKeysPerKvSplitBlock) {
   const Int most = ceil_div(keys, least);
   return clamp<Int>(wanted, 1, most > 1 ? most : 1);
 }
 
-// Piece `piece` of `pieces`, of `keys` keys: whole blocks but for the last one. keys * pieces / 64 must fit into Int.
+// The kv_split `index` of `count`, of `keys` keys: whole blocks but for the last one. keys * count / 64 must fit into Int.
 template <class Int = int64_t>
-FLASH_ONLINE_HD Rows piece_of(std::type_identity_t<Int> keys, std::type_identity_t<Int> pieces,
-                              std::type_identity_t<Int> piece) {
-  constexpr Int kBlock = kKeysPerSplitBlock;
+FLASH_ONLINE_HD Rows kv_split_of(std::type_identity_t<Int> keys, std::type_identity_t<Int> count,
+                                 std::type_identity_t<Int> index) {
+  constexpr Int kBlock = kKeysPerKvSplitBlock;
   const Int blocks = ceil_div(keys, kBlock);
-  const Int begin = blocks * piece / pieces * kBlock, end = clamp<Int>(blocks * (piece + 1) / pieces * kBlock, 0, keys);
+  const Int begin = blocks * index / count * kBlock, end = clamp<Int>(blocks * (index + 1) / count * kBlock, 0, keys);
   return {begin, end - begin};
 }
 
 // A sequence that has these of its keys alone.
-FLASH_ONLINE_HD Sequence part_of(Sequence sequence, const Rows& keys) {
+FLASH_ONLINE_HD Sequence with_keys(Sequence sequence, const Rows& keys) {
   sequence.keys = {sequence.keys.begin + keys.begin, keys.count};
   sequence.visible.offset -= keys.begin;
   return sequence;

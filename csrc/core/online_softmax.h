@@ -148,8 +148,8 @@ struct OnlineSoftmax {
   FLASH_ONLINE_HD T lse_low() const {
     const Max log_sum = Base::log(Max(sum)), total = max + log_sum;
     // Two-sum (Knuth): `error` is the rounding of `total`, and all that lse_low() returns where Max is T
-    const Max part = total - max;
-    const Max error = (max - (total - part)) + (log_sum - part);
+    const Max added = total - max;
+    const Max error = (max - (total - added)) + (log_sum - added);
     const T low = static_cast<T>((total - Max(static_cast<T>(total))) + error);
     return low - low == T(0) ? low : T(0);
   }

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "config.h"
+
 namespace flash_online {
 
 enum class DType : int8_t { kBool, kFloat16, kBFloat16, kFloat32, kFloat64, kInt64, kFloat8E4M3, kFloat8E5M2 };
@@ -55,8 +57,11 @@ struct CacheView {
   // float8: [batch, heads], what keys and values are multiplied by; null: 1
   const float *key_scale = nullptr, *value_scale = nullptr;
   int64_t key_scale_stride[2] = {}, value_scale_stride[2] = {};
-  int64_t splits = 0;  // pieces that the keys of each sequence are cut into, at most; 0: the kernel's choice
+  int64_t kv_splits = 0;  // that the keys of each sequence are cut into, at most; 0: the kernel's choice
 };
+
+// The modifications of scores by their names, one bit each: a kernel that lacks one refuses the problem.
+enum ScoreMods : unsigned { kSoftcap = 1, kAlibi = 2, kScoreModsOfHead = kAlibi };  // OfHead: with a parameter per head
 
 // softmax(g(scale * query key^T) + bias) value, with g the score modification: softcap, then ALiBi. Query head h uses key head
 // h / (heads / key_heads) and value head h / (heads / value_heads).
@@ -71,7 +76,7 @@ struct AttentionProblem {
   bool tf32 = false;  // whether CUDA may multiply float32 with fewer digits, at least tf32's
   int64_t batch = 0, heads = 0, key_heads = 0, value_heads = 0;  // batch: the number of sequences
   int64_t queries = 0, keys = 0, head_dim = 0, head_dim_v = 0;  // packed: the maximum; longer sequences are cut
-  int64_t batch_begin = 0;  // the index of batch 0 among the call's batches, a part of dropout's counter
+  int64_t batch_begin = 0;  // the index of batch 0 among the call's batches, which dropout's counter contains
 
   ConstView4 query;  // [batch, heads, queries, head_dim]
   ConstView4 key;  // [batch, key_heads, keys, head_dim]
@@ -99,8 +104,12 @@ struct AttentionProblem {
   // Shape and strides of lse; what rounding lse dropped. On CUDA it may be null: not wanted, and in the backward pass zeros,
   // out and lse then being those of more keys, perhaps.
   void* lse_low = nullptr;
-  int64_t lse_stride[2] = {};  // of batch and head, for all arrays with one number per query
+  int64_t lse_stride[2] = {};  // of batch and head, for all arrays with one scalar per query
 };
+
+FLASH_ONLINE_HD unsigned score_mods(const AttentionProblem& problem) {
+  return (problem.softcap > 0 ? kSoftcap : 0u) | (problem.alibi_slopes ? kAlibi : 0u);
+}
 
 // The backward pass of an AttentionProblem, in which out, lse and lse_low are inputs.
 struct AttentionGradients {
@@ -156,7 +165,7 @@ struct DropoutProblem {
 
 // Partial results over disjoint keys, and their merge. csrc/ops flattens the leading dimensions to rows; element (row, column)
 // of `out` is at row * row_stride + column * column_stride.
-struct MergePart {
+struct MergePartial {
   const void* out = nullptr;  // [rows, head_dim]
   int64_t row_stride = 0, column_stride = 0;
   const void* lse = nullptr;  // [rows], accumulator type, at lse_row()
@@ -166,16 +175,16 @@ struct MergePart {
 
 struct MergeProblem {
   DType dtype = DType::kFloat32;
-  int64_t rows = 0, head_dim = 0, parts = 0;
-  // The parts' lses are [rows / inner_rows, inner_rows] with any strides. For packed queries they are [heads, queries], while
-  // outputs are [queries, heads, head_dim]. inner_rows is 1 if there are 2^32 rows or more.
+  int64_t rows = 0, head_dim = 0, partials = 0;
+  // The partials' lses are [rows / inner_rows, inner_rows] with any strides. For packed queries they are [heads, queries],
+  // while outputs are [queries, heads, head_dim]. inner_rows is 1 if there are 2^32 rows or more.
   int64_t inner_rows = 1, lse_stride[2] = {1, 0};
-  const MergePart* part = nullptr;
+  const MergePartial* partial = nullptr;
   void* out = nullptr;  // [rows, head_dim], contiguous
   void* lse = nullptr;  // [rows], accumulator type, contiguous
 };
 
-// The offset of a row in the parts' lses.
+// The offset of a row in the partials' lses.
 constexpr int64_t lse_row(const MergeProblem& problem, int64_t row) {
   if (problem.inner_rows <= 1) return row * problem.lse_stride[0];
   const uint32_t outer = static_cast<uint32_t>(row) / static_cast<uint32_t>(problem.inner_rows);

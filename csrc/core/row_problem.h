@@ -17,8 +17,8 @@ struct View3 {
 using ConstView3 = View3<const void*>;
 using MutableView3 = View3<void*>;
 
-// "One number per row" is a contiguous array [outer, inner] in the accumulator type. For a 16-bit dtype, logsumexp's CUDA
-// kernels have lse and grad_lse in result_dtype instead.
+// A "row scalar" is one scalar per row: a contiguous array [outer, inner] in the accumulator type. For a 16-bit dtype,
+// logsumexp's CUDA kernels have lse and grad_lse in result_dtype instead.
 struct RowProblem {
   DType dtype = DType::kFloat32;         // of input, grad_input, target_probabilities and grad_target
   DType result_dtype = DType::kFloat32;  // of result, grad and output: dtype, or float32 for a 16-bit dtype
@@ -34,12 +34,12 @@ struct RowProblem {
   MutableView3 grad_input;               // [outer, classes, inner], also of logsumexp and cross-entropy
 
   // logsumexp and cross-entropy
-  void* lse = nullptr;                   // one number per row, as in the next four arrays
+  void* lse = nullptr;                   // a row scalar, as the next four arrays
   void* loss = nullptr;
   void* row_weight = nullptr;
   const void* grad_loss = nullptr;
   const void* grad_lse = nullptr;        // null: zero
-  // CUDA only. If not null, grad_loss is a single number of result_dtype, and the gradient of each row's loss is that number
+  // CUDA only. If not null, grad_loss is a single scalar of result_dtype, and the gradient of each row's loss is that scalar
   // divided by *divisor, a float.
   const void* divisor = nullptr;
 
@@ -62,7 +62,7 @@ struct RowProblem {
 
   void* workspace = nullptr;  // on CUDA: as much as cuda::<operator>_workspace(problem) says, aligned to 16 bytes
 
-  // CUDA only, of cross-entropy: if not null, the numbers of rows are wanted as sums alone. Kernels that have a block of rows
+  // CUDA only, of cross-entropy: if not null, the row scalars are wanted as sums alone. Kernels that have a block of rows
   // then write a pair of floats per block here, the sums of loss and row_weight, instead of those; the launch sets
   // *loss_sum_count to the number of blocks. All other kernels write loss and row_weight. The three may share memory.
   void* loss_sums = nullptr;

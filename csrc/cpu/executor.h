@@ -22,7 +22,7 @@ struct Executor {
   std::byte* shared = nullptr;     // shared by all workers, aligned to 64 bytes
 };
 
-// Divides a worker's scratch, or the shared block, into pieces.
+// Divides a worker's scratch, or the shared block, into arrays.
 using ScratchAllocator = flash_online::ScratchAllocator<64, false>;
 
 // Calls item(index, scratch) for every index below `items`, the number of work items. The indices are cut into as many ranges

@@ -178,12 +178,12 @@ struct ReducedLoss {
   int64_t rows() const { return problem.outer * problem.inner; }
 };
 
-// The last number, in the accumulator type.
+// The last scalar, in the accumulator type.
 void* divisor_in(const Tensor& numbers) {
   return static_cast<std::byte*>(numbers.data_ptr()) + (numbers.numel() - 1) * size_of(dtype_of(numbers));
 }
 
-// Lays the arrays of one number per row into a tensor.
+// Lays the arrays of row scalars into a tensor.
 template <class Device>
 void set_loss_arrays(RowProblem& problem, const Tensor& memory) {
   std::byte* const begin = static_cast<std::byte*>(memory.data_ptr());
@@ -287,18 +287,18 @@ struct LossOnCpu : RowsOnCpu {
     const int64_t buffer_rows = std::max<int64_t>(kBufferBytes / row_bytes, 1);
     for (int64_t begin = 0; begin < rows; begin += buffer_rows) {
       const int64_t count = std::min(buffer_rows, rows - begin);
-      const auto part = [&](const Tensor& tensor) { return rows_of(tensor, begin, count); };
-      const Arguments part_arguments{part(input), part(target), weight, ignore_index, label_smoothing};
+      const auto rows_here = [&](const Tensor& tensor) { return rows_of(tensor, begin, count); };
+      const Arguments arguments_here{rows_here(input), rows_here(target), weight, ignore_index, label_smoothing};
       if (want_forward) {
-        const auto [loss, lse, row_weight] = forward<RowsOnCpu>(part_arguments);
-        copy_to(part(losses.loss), loss);
-        copy_to(part(losses.lse), lse);
-        copy_to(part(losses.row_weight), row_weight);
+        const auto [loss, lse, row_weight] = forward<RowsOnCpu>(arguments_here);
+        copy_to(rows_here(losses.loss), loss);
+        copy_to(rows_here(losses.lse), lse);
+        copy_to(rows_here(losses.row_weight), row_weight);
       }
-      const RowGrads part_grads{part(grads.loss), grads.lse ? std::optional(part(*grads.lse)) : std::nullopt};
-      const auto [part_grad_input, part_grad_target] = backward<RowsOnCpu>(part_arguments, part_grads, target_grad);
-      copy_to(part_arguments.input, part_grad_input);
-      if (target_grad) copy_to(part(grad_target), part_grad_target);
+      const RowGrads grads_here{rows_here(grads.loss), grads.lse ? std::optional(rows_here(*grads.lse)) : std::nullopt};
+      const auto [grad_input_here, grad_target_here] = backward<RowsOnCpu>(arguments_here, grads_here, target_grad);
+      copy_to(arguments_here.input, grad_input_here);
+      if (target_grad) copy_to(rows_here(grad_target), grad_target_here);
     }
     return {losses.loss, losses.lse, losses.row_weight, grad_target};
   }

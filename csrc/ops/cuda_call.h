@@ -1,4 +1,4 @@
-// The parts of torch that a launch on CUDA needs. The stream's getter is looked up at run time: one library serves CUDA and
+// What of torch a launch on CUDA needs. The stream's getter is looked up at run time: one library serves CUDA and
 // CPU-only builds of torch, so it must not depend on libtorch_cuda.so.
 #pragma once
 

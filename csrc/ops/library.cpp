@@ -67,8 +67,8 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   // keys are [left[n], lengths[n] + new), where new is new_keys or the difference of two new_starts, at most new_keys;
   // lower_right aligns the last query with the last key, else the first query is aligned with the first key. query_lengths: the
   // number of packed queries of a sequence that are used. All of these are int32, read on the device alone: any value is safe.
-  // key_scale, value_scale: float32 [sequences, key heads]. splits: the pieces that each sequence's keys are cut into; 0: the
-  // kernel chooses. Padding rows have results of 0 and lse -inf.
+  // key_scale, value_scale: float32 [sequences, key heads]. splits: how many kv_splits each sequence's keys are cut into; 0:
+  // the kernel chooses. Padding rows have results of 0 and lse -inf.
   define(m,
          "attention_cached(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? left, Tensor? rows, "
          "Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, Tensor? alibi_slopes, "
@@ -122,7 +122,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
          "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor target, Tensor? weight, "
          "int ignore_index, float label_smoothing, bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
   // The losses of all rows reduced to one element of dtype (the input's, or float32 for a 16-bit one): their sum, divided by
-  // the sum of the rows' weights if `mean`. numbers, in the accumulator type: the numbers of the rows, if they are kept (on
+  // the sum of the rows' weights if `mean`. numbers, in the accumulator type: the row scalars, if they are kept (on
   // CUDA, only of few rows), and last the divisor of the sum (1 without `mean`), the only one that the backward pass reads.
   define(m,
          "cross_entropy_loss(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, bool mean, "

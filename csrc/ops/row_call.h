@@ -111,7 +111,7 @@ inline void use_large_pages([[maybe_unused]] const Tensor& result) {
 // The devices of row operators: kernels() is the table of a device's kernels, run() runs one of them on the device of `like`,
 // and empty_rows() makes a result as large as the input.
 struct RowsOnCpu : Cpu {
-  static constexpr bool kNarrowRowNumbers = false;  // whether logsumexp has lse and its gradient in 16 bits too
+  static constexpr bool kNarrowRowScalars = false;  // whether logsumexp has lse and its gradient in 16 bits too
   static constexpr int64_t kMostTopkClasses = std::numeric_limits<int64_t>::max();
 
   static const cpu::RowKernels& kernels() { return cpu::kernels().rows; }
@@ -131,7 +131,7 @@ struct RowsOnCpu : Cpu {
 };
 
 struct RowsOnCuda : Cuda {
-  static constexpr bool kNarrowRowNumbers = true;
+  static constexpr bool kNarrowRowScalars = true;
   static constexpr int64_t kMostTopkClasses = 0xfffffffe;  // of topk_softmax_forward: its keys hold a class in 32 bits
 
   struct Kernel {

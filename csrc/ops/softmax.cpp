@@ -68,7 +68,7 @@ Tensor logsumexp_forward(Tensor input, int64_t dim, std::optional<ScalarType> dt
   check_dim(input, dim);
   const ScalarType type = input.scalar_type(), accumulator = accumulator_of(type), wanted = dtype.value_or(accumulator);
   check_result_dtype("dtype", wanted, type);
-  const ScalarType computed = Device::kNarrowRowNumbers ? wanted : accumulator;
+  const ScalarType computed = Device::kNarrowRowScalars ? wanted : accumulator;
   Tensor lse = empty(without_dim(sizes_of(input), dim), computed, input);
   RowProblem problem = row_problem(sizes_of(input), dim, type, computed);
   problem.input = view_of(input, dim);
@@ -84,7 +84,7 @@ Tensor logsumexp_backward(Tensor grad, Tensor input, int64_t dim) {
   const ScalarType type = input.scalar_type();
   check_result_dtype("grad", grad.scalar_type(), type);
   check_like(grad, "grad", without_dim(sizes_of(input), dim), grad.scalar_type(), input);
-  grad = as_contiguous(Device::kNarrowRowNumbers ? grad : as_type(grad, accumulator_of(type)));
+  grad = as_contiguous(Device::kNarrowRowScalars ? grad : as_type(grad, accumulator_of(type)));
   Tensor grad_input = Device::empty_rows(sizes_of(input), type, input);
   RowProblem problem = row_problem(sizes_of(input), dim, type, grad.scalar_type());
   problem.input = view_of(input, dim);

@@ -23,11 +23,11 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // Throws std::runtime_error, which surfaces in Python as RuntimeError, unless the condition holds.
-template <class... Parts>
-void check(bool condition, const Parts&... parts) {
+template <class... Values>
+void check(bool condition, const Values&... values) {
   if (condition) return;
   std::ostringstream message;
-  ((message << parts), ...);
+  ((message << values), ...);
   throw std::runtime_error(message.str());
 }
 

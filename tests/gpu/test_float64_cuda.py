@@ -15,7 +15,7 @@ from flash_online.testing import LAYOUTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ours_alone")]
 DOUBLE = torch.float64
-# Blocks of 16 and 32 rows, tiles of 16 to 128; chunks of 32 columns, parts of 64, pieces of 128.
+# Blocks of 16 and 32 rows, tiles of 16 to 128; chunks of 32 columns, parts of 64, panels of 128.
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 47, 64, 65, 100, 127, 128, 129, 200, 257]
 WIDTHS = [0, 1, 3, 8, 31, 32, 33, 63, 64, 65, 96, 100, 127, 128, 129, 160, 200, 256, 257, 300, 512]
 # Head dims of queries and values at the edges of the backward kernels: both at most 64, at most 128, over that.

@@ -370,7 +370,7 @@ def test_a_softcap_and_bool_masks_run_on_hopper_over_head_dim_128(head_dim):
 
 
 OF_HOPPER = {"sm90": "", "sm80": "", "float64": "it takes float64 alone"}
-NOT_SPLIT = {"split_sm90": "it takes float32 where torch allows tf32"}
+NOT_BF16X2 = {"bf16x2_sm90": "it takes float32 where torch allows tf32"}
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -378,7 +378,7 @@ def test_float64_has_kernels_of_its_own(backward):
     others = "it does not take float64"
     mask = ((1, 1, 512, 512), (0, 0, 512, 1), 0)
     for options in ({}, {"head_dim": 36}, {"head_dim": 512}, {"mask": ("float64", mask)}, {"gpu": (8, 0, 163 << 10)}):
-        expected = {"sm90": others, "sm80": others, "float64": ""} | ({"split_sm90": others} if backward else {})
+        expected = {"sm90": others, "sm80": others, "float64": ""} | ({"bf16x2_sm90": others} if backward else {})
         assert candidates(dtype="float64", backward=backward, **options) == expected
     assert "head dim" in candidates(dtype="float64", backward=backward, head_dim=1024)["float64"]
 
@@ -405,7 +405,7 @@ def test_what_hoppers_backward_pass_takes():
         {"head_dim": 128},
         {"head_dim": 40},
     ):
-        assert candidates(backward=True, **options) == OF_HOPPER | NOT_SPLIT
+        assert candidates(backward=True, **options) == OF_HOPPER | NOT_BF16X2
     assert candidates(backward=True, head_dim=256)["sm90"] == ""
     for options, reason in (
         ({"dtype": "float32"}, "dtype"),
@@ -422,7 +422,7 @@ def test_which_backward_passes_of_float32_run_in_pieces():
     mask = ((1, 1, 512, 512), (0, 0, 512, 1), 0)
     for options in ({}, {"head_dim": 128}, {"head_dim": 33}, {"packed": (2, 512, 512)}):
         found = candidates("float32", backward=True, tf32=True, **options)
-        assert found["split_sm90"] == "" and "dtype" in found["sm90"]
+        assert found["bf16x2_sm90"] == "" and "dtype" in found["sm90"]
     for options, reason in (
         ({"tf32": False}, "tf32"),
         ({"mask": ("bool", mask)}, "mask"),
@@ -433,7 +433,7 @@ def test_which_backward_passes_of_float32_run_in_pieces():
         ({"gpu": (8, 0, 163 << 10)}, "compute capability"),
     ):
         found = candidates("float32", backward=True, **{"tf32": True, **options})
-        assert found["sm80"] == "" and reason in found["split_sm90"]
+        assert found["sm80"] == "" and reason in found["bf16x2_sm90"]
 
 
 # --- fewer digits for float32, where torch allows them ------------------------------------------------------------------------

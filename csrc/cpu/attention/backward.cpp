@@ -98,7 +98,7 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
     // The terms are added in the order of matmul(): where a query sees one key alone, delta then equals the gradient of that
     // key's weight to the last bit, and their difference is 0.
     constexpr int64_t kColumns = 32;  // divides kMaxTerms of float
-    A grad_out[kColumns * kQueries], out[kColumns * kQueries], sum[kQueries] = {}, part[kQueries] = {};
+    A grad_out[kColumns * kQueries], out[kColumns * kQueries], sum[kQueries] = {}, partial[kQueries] = {};
     auto grad_rows = matrix_of<const E>(gradients.grad_out, query.batch, query.head, query.first),
          out_rows = matrix_of<const E>(problem.out, query.batch, query.head, query.first);
     for (int64_t begin = 0; begin < problem.head_dim_v; begin += kColumns) {
@@ -109,16 +109,16 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
       out_rows.data += columns * out_rows.column_stride;
       for (int64_t e = 0; e < columns; ++e) {
         for (int64_t l = 0; l < query.lanes; l += kLanes<A>)
-          store_vector(part + l,
-                       load_vector(part + l) + load_vector(grad_out + e * kQueries + l) * load_vector(out + e * kQueries + l));
+          store_vector(partial + l, load_vector(partial + l) +
+                                        load_vector(grad_out + e * kQueries + l) * load_vector(out + e * kQueries + l));
         if (gradients.wide_delta)
           for (int64_t i = 0; i < query.lanes; ++i)
             delta[i] += static_cast<double>(grad_out[e * kQueries + i]) * out[e * kQueries + i];
       }
       if ((begin + columns) % kMaxTerms<Operand<E>> != 0 && begin + columns < problem.head_dim_v) continue;
       for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
-        store_vector(sum + l, load_vector(part + l) + load_vector(sum + l));
-        store_vector(part + l, Vector<A>{});
+        store_vector(sum + l, load_vector(partial + l) + load_vector(sum + l));
+        store_vector(partial + l, Vector<A>{});
       }
     }
     std::copy_n(sum, query.rows, narrow_delta);
@@ -147,9 +147,10 @@ bool is_in_one_span(const AttentionProblem& problem, const QueryTile& query) {
   return range.begin >= range.end || range.begin / span == (range.end - 1) / span;
 }
 
-TileList key_spans(const AttentionProblem& call, ScratchAllocator& allocator) {
-  return TileList(call, allocator,
-                  [](const SequenceProblem& sequence) { return ceil_div(sequence.problem.keys, span_of(sequence.problem)); });
+CpuTileList key_spans(const AttentionProblem& call, ScratchAllocator& allocator) {
+  return CpuTileList(call, allocator, [](const SequenceProblem& sequence) {
+    return ceil_div(sequence.problem.keys, span_of(sequence.problem));
+  });
 }
 
 // The sums that are accumulated for a tile of queries, and their size.
@@ -173,7 +174,7 @@ struct DqTile {
 template <class E>
 struct DqAccumulator {
   using A = Accumulator<E>;
-  TileList tiles;
+  CpuTileList tiles;
   A* accum;
   std::atomic<int32_t>* semaphore;
   int64_t tile_size;
@@ -382,10 +383,10 @@ FLASH_ONLINE_INLINE void load_key_columns(const AttentionProblem& problem, int64
   const int64_t padded_head_dim = padded(problem.head_dim);
   for (int64_t begin = start; begin < end; begin += kKeys) {
     const auto from = matrix_of<const E>(problem.key, batch, key_head, begin);
-    constexpr int parts = kSplit<Operand<E>>;
+    constexpr int digits = kBf16Digits<Operand<E>>;
     load_row_pairs<E>(from, std::min(kKeys, end - begin), problem.head_dim, tile.pairs, kKeys, padded_head_dim);
-    transpose_pairs(tile.pairs, padded_head_dim * parts, kKeys / 2, padded_head_dim,
-                    tile.key_columns + (begin - start) * padded_head_dim, kKeys / 2 * parts);
+    transpose_pairs(tile.pairs, padded_head_dim * digits, kKeys / 2, padded_head_dim,
+                    tile.key_columns + (begin - start) * padded_head_dim, kKeys / 2 * digits);
   }
 }
 
@@ -677,7 +678,7 @@ void backward_heads(const AttentionProblem& call, const AttentionGradients& give
   const DqAccumulator<E> dq_accum(call, shared);
   const MaskGradients<E> mask(call, given, shared);
   const AttentionGradients gradients = take_row_statistics<E>(call, given, shared);
-  const TileList spans = key_spans(call, shared);
+  const CpuTileList spans = key_spans(call, shared);
   const int64_t* mask_size = gradients.mask_size;
   for (int64_t i = 0; mask.accum && i < mask.planes() * mask.tiles * mask.spans; ++i)
     mask.semaphore[i].store(0, std::memory_order_relaxed);

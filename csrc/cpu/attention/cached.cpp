@@ -2,8 +2,8 @@
 // once for all queries of the heads that share them. Vectors run along the head dim. A query's arithmetic follows the order of
 // the keys, so that its result depends neither on other queries nor on the addresses of pages.
 //
-// A work item is some queries of one sequence and key head, over one piece of its keys (FlashDecoding: pieces run in parallel
-// and are merged afterwards). The pieces of a sequence depend on its own length alone.
+// A work item is some queries of one sequence and key head, over one kv_split of its keys (FlashDecoding: kv_splits run in
+// parallel and are merged afterwards). The kv_splits of a sequence depend on its own length alone.
 #include "../../core/cache.h"
 #include "../kernels.h"
 #include "work_items.h"
@@ -13,10 +13,10 @@ namespace {
 
 constexpr int64_t kRows = 8;  // queries of an item: their states and outputs stay in the L1 cache
 constexpr int64_t kBlock = 16;  // keys at a time; a key's index fixes the lane of the sum that its weight is added to
-constexpr int64_t kKeysPerPiece = 512, kMaxPieces = 64;  // where the kernel chooses
-// The number of keys in one sum of weights and values; the sums are then added up, see add_part
+constexpr int64_t kKeysPerKvSplit = 512, kMaxKvSplits = 64;  // where the kernel chooses
+// The number of keys in one sum of weights and values; the sums are then added up, see add_partial
 constexpr int64_t kKeysPerSum = 512;
-constexpr int64_t kManyRows = 16;  // a sequence with more queries per key head fills the machine without pieces
+constexpr int64_t kManyRows = 16;  // a sequence with more queries per key head fills the machine without kv_splits
 
 // Adds up the lanes of each of n = kLanes vectors; v[0] gets the sums.
 template <class A, int n, size_t... Lane>
@@ -33,20 +33,20 @@ FLASH_ONLINE_INLINE Vector<A> sums_of(Vector<A> (&v)[kLanes<A>]) {
   return v[0];
 }
 
-// The items of a call, sequence by sequence. If a sequence is cut into several pieces, each of its queries has a partial result
-// per piece.
+// The items of a call, sequence by sequence. If a sequence is cut into several kv_splits, each of its queries has a partial
+// result per kv_split.
 struct CachedItems {
-  int64_t *first_item, *first_part;  // [batch + 1]
+  int64_t *first_item, *first_partial;  // [batch + 1]
 
   CachedItems(const AttentionProblem& call, ScratchAllocator& allocator) {
     first_item = allocator.take<int64_t>(call.batch + 1);
-    first_part = allocator.take<int64_t>(call.batch + 1);
+    first_partial = allocator.take<int64_t>(call.batch + 1);
   }
 
-  static int64_t pieces_of(const AttentionProblem& call, const Sequence& sequence) {
-    if (call.cache.splits > 0) return flash_online::pieces_of(sequence.keys.count, call.cache.splits);
+  static int64_t kv_splits_of(const AttentionProblem& call, const Sequence& sequence) {
+    if (call.cache.kv_splits > 0) return flash_online::kv_splits_of(sequence.keys.count, call.cache.kv_splits);
     const bool many_rows = call.heads / call.key_heads * sequence.queries.count > kManyRows;
-    return flash_online::pieces_of(sequence.keys.count, many_rows ? 1 : kMaxPieces, kKeysPerPiece);
+    return flash_online::kv_splits_of(sequence.keys.count, many_rows ? 1 : kMaxKvSplits, kKeysPerKvSplit);
   }
   static int64_t tiles_of(const AttentionProblem& call, const Sequence& sequence) {
     return ceil_div(call.heads / call.key_heads * sequence.queries.count, kRows);
@@ -55,16 +55,16 @@ struct CachedItems {
   // Numbers the items; returns the number of partial results, which cached_memory needs as well.
   template <class Set>
   static int64_t count(const AttentionProblem& call, const Set& set) {
-    int64_t items = 0, parts = 0;
+    int64_t items = 0, partials = 0;
     for (int64_t n = 0; n < call.batch; ++n) {
-      set(n, items, parts);
+      set(n, items, partials);
       const Sequence sequence = cached_sequence(call, n);
-      const int64_t pieces = pieces_of(call, sequence);
-      items += call.key_heads * tiles_of(call, sequence) * pieces;
-      parts += pieces > 1 ? call.heads * sequence.queries.count * pieces : 0;
+      const int64_t kv_splits = kv_splits_of(call, sequence);
+      items += call.key_heads * tiles_of(call, sequence) * kv_splits;
+      partials += kv_splits > 1 ? call.heads * sequence.queries.count * kv_splits : 0;
     }
-    set(call.batch, items, parts);
-    return parts;
+    set(call.batch, items, partials);
+    return partials;
   }
 };
 
@@ -121,18 +121,18 @@ FLASH_ONLINE_INLINE void multiply_keys(const A* query, int64_t pitch, int64_t co
   constexpr int kAtOnce = kCount == 1 ? kLanes<A> : std::min(kLanes<A>, kVectorBytes == 64 ? 4 : 2);
   for (int64_t first = 0; first < kBlock; first += kLanes<A>) {
     Vector<A> dot[kCount][kLanes<A>];
-    for (int part = 0; part < kLanes<A>; part += kAtOnce) {
+    for (int first_lane = 0; first_lane < kLanes<A>; first_lane += kAtOnce) {
       Vector<A> sum[kCount][kAtOnce] = {};
       for (int64_t e = 0; e < columns; e += kLanes<A>) {
         Vector<A> q[kCount];
         for (int r = 0; r < kCount; ++r) q[r] = load_vector(query + r * pitch + e);
         for (int k = 0; k < kAtOnce; ++k) {
-          const Vector<A> x = load_widened(keys.row[first + part + k] + e);
+          const Vector<A> x = load_widened(keys.row[first + first_lane + k] + e);
           for (int r = 0; r < kCount; ++r) sum[r][k] += q[r] * x;
         }
       }
       for (int r = 0; r < kCount; ++r)
-        for (int k = 0; k < kAtOnce; ++k) dot[r][part + k] = sum[r][k];
+        for (int k = 0; k < kAtOnce; ++k) dot[r][first_lane + k] = sum[r][k];
     }
     for (int r = 0; r < kCount; ++r) store_vector(scores + r * kBlock + first, sums_of<A>(dot[r]));
   }
@@ -237,7 +237,7 @@ FLASH_ONLINE_INLINE bool has_hidden(const Row& row, int64_t first, int64_t lanes
 }
 FLASH_ONLINE_INLINE bool is_seen(const Row& row, int64_t key) { return row.begin <= key && key < row.end; }
 
-// Turns the products of a block into scores: scale, softcap, ALiBi; -inf for keys that the query does not see. Score is the
+// Turns the products of a block into scores: scale, score modification; -inf for keys that the query does not see. Score is the
 // accumulator's type A, or wider.
 template <class A, class Score>
 FLASH_ONLINE_INLINE void make_scores(const AttentionProblem& problem, const CachedItem& item, const Row& row, int64_t first,
@@ -245,16 +245,13 @@ FLASH_ONLINE_INLINE void make_scores(const AttentionProblem& problem, const Cach
   for (int64_t l = 0; l < kBlock; l += kLanes<Score>) {
     Vector<Score> x = load_vector(score + l) * scale;
     if constexpr (!std::is_same_v<A, Score>) x = as_float_overflows(x);
-    if (problem.softcap > 0) {
-      const Score cap = static_cast<Score>(problem.softcap);
-      x = cap * hyperbolic_tangent(x / cap);
-    }
-    if (problem.alibi_slopes) {
-      const Score slope =
-          static_cast<const A*>(problem.alibi_slopes)[item.n * problem.alibi_stride[0] + row.head * problem.alibi_stride[1]];
-      for (int i = 0; i < kLanes<Score>; ++i)
-        x[i] -= slope * static_cast<Score>(std::abs(row.query + item.sequence.visible.offset - (first + l + i)));
-    }
+    ScoreMod::for_each<A, Score>(problem, item.n, row.head, [&]<class One>(const One& modification) {
+      Vector<Score> distance{};
+      if constexpr (One::kNeedsDistance)
+        for (int i = 0; i < kLanes<Score>; ++i)
+          distance[i] = static_cast<Score>(std::abs(row.query + item.sequence.visible.offset - (first + l + i)));
+      x = modification(x, distance).value;
+    });
     if (has_hidden(row, first + l, kLanes<Score>))
       for (int i = 0; i < kLanes<Score>; ++i)
         if (!is_seen(row, first + l + i)) x[i] = lowest<Score>();
@@ -414,7 +411,7 @@ void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const 
     for (int64_t r = 0; r < item.rows; ++r)
       for_each_sum(tile, r, pitch_v, [&](A* sums, A* total, A* low, int64_t count) {
         if (!has_totals) std::fill_n(total, count, A(0)), std::fill_n(low, count, A(0));
-        add_parts(total, low, sums, count);
+        add_partials(total, low, sums, count);
         std::fill_n(sums, count, A(0));
       });
     has_totals = true;
@@ -450,7 +447,7 @@ void absorb_keys(const AttentionProblem& problem, const CachedItem& item, const 
   if (!has_totals) return;
   end_sums();
   for (int64_t r = 0; r < item.rows; ++r)
-    for_each_sum(tile, r, pitch_v, [](A* sums, A* total, A* low, int64_t count) { join_parts(total, low, sums, count); });
+    for_each_sum(tile, r, pitch_v, [](A* sums, A* total, A* low, int64_t count) { join_partials(total, low, sums, count); });
 }
 
 // Returns whether whole vectors of a row can be read in place.
@@ -491,37 +488,38 @@ struct Destination {
   }
 };
 
-// A partial result: the state and output row of a query over one piece of the keys, [max, sum, out...]. `max` may take two
+// A partial result: the state and output row of a query over one kv_split of the keys, [max, sum, out...]. `max` may take two
 // elements.
-constexpr int64_t kPartHead = 3;
-constexpr int64_t part_pitch(int64_t head_dim) { return round_up(head_dim + kPartHead, 16); }
+constexpr int64_t kPartialHead = 3;
+constexpr int64_t partial_pitch(int64_t head_dim) { return round_up(head_dim + kPartialHead, 16); }
 template <class E>
-void store_state(const CachedState<E>& state, Accumulator<E>* part) {
-  std::memcpy(part, &state.max, sizeof state.max);
-  part[kPartHead - 1] = state.sum;
+void store_state(const CachedState<E>& state, Accumulator<E>* partial) {
+  std::memcpy(partial, &state.max, sizeof state.max);
+  partial[kPartialHead - 1] = state.sum;
 }
 template <class E>
-CachedState<E> load_state(const Accumulator<E>* part) {
+CachedState<E> load_state(const Accumulator<E>* partial) {
   CachedState<E> state;
-  std::memcpy(&state.max, part, sizeof state.max);
-  state.sum = part[kPartHead - 1];
+  std::memcpy(&state.max, partial, sizeof state.max);
+  state.sum = partial[kPartialHead - 1];
   return state;
 }
 
-// Runs a work item: computes the states of some queries over one piece of their keys, or their results if there is one piece.
+// Runs a work item: computes the states of some queries over one kv_split of their keys, or their results if there is one
+// kv_split.
 template <class E>
-void attend_cached(const AttentionProblem& call, const CachedItems& items, Accumulator<E>* parts, int64_t n, int64_t index,
+void attend_cached(const AttentionProblem& call, const CachedItems& items, Accumulator<E>* partials, int64_t n, int64_t index,
                    std::byte* scratch) {
   using A = Accumulator<E>;
   ScratchAllocator allocator(scratch);
   const CachedScratch<E> tile(call, allocator);
   CachedItem item{cached_sequence(call, n), n, 0, 0, 0, 0};
-  const int64_t pieces = CachedItems::pieces_of(call, item.sequence), tiles = CachedItems::tiles_of(call, item.sequence),
+  const int64_t kv_splits = CachedItems::kv_splits_of(call, item.sequence), tiles = CachedItems::tiles_of(call, item.sequence),
                 group = call.heads / call.key_heads, queries = item.sequence.queries.count;
-  const int64_t piece = index % pieces, first_row = index / pieces % tiles * kRows;
-  item.key_head = index / pieces / tiles;
+  const int64_t kv_split = index % kv_splits, first_row = index / kv_splits % tiles * kRows;
+  item.key_head = index / kv_splits / tiles;
   item.rows = std::min(kRows, group * queries - first_row);
-  const Rows keys = piece_of(item.sequence.keys.count, pieces, piece);
+  const Rows keys = kv_split_of(item.sequence.keys.count, kv_splits, kv_split);
   item.begin = keys.begin, item.end = keys.begin + keys.count;
 
   const int64_t pitch = padded(call.head_dim), pitch_v = padded(call.head_dim_v);
@@ -544,11 +542,11 @@ void attend_cached(const AttentionProblem& call, const CachedItems& items, Accum
     const Row& row = tile.rows[r];
     CachedState<E> state{tile.max[r], sum_of_lanes<A>(load_vector(tile.sum + r * padded(1)))};
     A* const out = tile.out + r * pitch_v;
-    if (pieces > 1) {
-      const int64_t part = items.first_part[n] + (row.head * queries + row.query) * pieces + piece;
-      A* const to = parts + part * part_pitch(call.head_dim_v);
+    if (kv_splits > 1) {
+      const int64_t partial = items.first_partial[n] + (row.head * queries + row.query) * kv_splits + kv_split;
+      A* const to = partials + partial * partial_pitch(call.head_dim_v);
       store_state<E>(state, to);
-      std::copy_n(out, call.head_dim_v, to + kPartHead);
+      std::copy_n(out, call.head_dim_v, to + kPartialHead);
       continue;
     }
     if (call.sinks) {
@@ -559,28 +557,28 @@ void attend_cached(const AttentionProblem& call, const CachedItems& items, Accum
   }
 }
 
-// Merges one head of a sequence that was cut into pieces: its sink, then the pieces in ascending order.
+// Merges one head of a sequence that was cut into kv_splits: its sink, then the kv_splits in ascending order.
 template <class E>
-void merge_pieces(const AttentionProblem& call, const CachedItems& items, const Accumulator<E>* parts, int64_t n, int64_t head,
-                  std::byte* scratch) {
+void merge_kv_splits(const AttentionProblem& call, const CachedItems& items, const Accumulator<E>* partials, int64_t n,
+                     int64_t head, std::byte* scratch) {
   using A = Accumulator<E>;
-  if (items.first_part[n] == items.first_part[n + 1]) return;
+  if (items.first_partial[n] == items.first_partial[n + 1]) return;
   ScratchAllocator allocator(scratch);
   const CachedScratch<E> tile(call, allocator);
   const Sequence sequence = cached_sequence(call, n);
-  const int64_t pieces = CachedItems::pieces_of(call, sequence), pitch = part_pitch(call.head_dim_v);
+  const int64_t kv_splits = CachedItems::kv_splits_of(call, sequence), pitch = partial_pitch(call.head_dim_v);
   const int64_t key_head = head / (call.heads / call.key_heads);
   const A value_scale = scale_of(call.cache.value_scale, call.cache.value_scale_stride, n, key_head);
-  const A* part = parts + (items.first_part[n] + head * sequence.queries.count * pieces) * pitch;
+  const A* partial = partials + (items.first_partial[n] + head * sequence.queries.count * kv_splits) * pitch;
   for (int64_t query = 0; query < sequence.queries.count; ++query) {
     CachedState<E> state;
     if (call.sinks) state.absorb(static_cast<const A*>(call.sinks)[head]);
     std::fill_n(tile.out, call.head_dim_v, A(0));
-    for (int64_t piece = 0; piece < pieces; ++piece, part += pitch) {
-      const CachedState<E> of_piece = load_state<E>(part);
-      const A factor = state.raise_max(of_piece.max), share = CachedState<E>::rescale(of_piece.max, state.max);
-      state.add(of_piece.sum * share);
-      for (int64_t e = 0; e < call.head_dim_v; ++e) tile.out[e] = tile.out[e] * factor + part[kPartHead + e] * share;
+    for (int64_t kv_split = 0; kv_split < kv_splits; ++kv_split, partial += pitch) {
+      const CachedState<E> of_kv_split = load_state<E>(partial);
+      const A factor = state.raise_max(of_kv_split.max), share = CachedState<E>::rescale(of_kv_split.max, state.max);
+      state.add(of_kv_split.sum * share);
+      for (int64_t e = 0; e < call.head_dim_v; ++e) tile.out[e] = tile.out[e] * factor + partial[kPartialHead + e] * share;
     }
     Destination<E>(call, sequence, n, head, query).store(state, value_scale, tile.out, call.head_dim_v);
   }
@@ -607,7 +605,7 @@ Memory cached_memory(const AttentionProblem& call) {
     using A = Accumulator<E>;
     CachedScratch<E>(call, scratch);
     CachedItems(call, shared);
-    shared.take<A>(CachedItems::count(call, [](int64_t, int64_t, int64_t) {}) * part_pitch(call.head_dim_v));
+    shared.take<A>(CachedItems::count(call, [](int64_t, int64_t, int64_t) {}) * partial_pitch(call.head_dim_v));
   });
   return {scratch.bytes(), shared.bytes()};
 }
@@ -618,18 +616,18 @@ void cached(const AttentionProblem& call, const Executor& executor) {
     ScratchAllocator shared(executor.shared);
     const CachedItems items(call, shared);
     const int64_t count = CachedItems::count(
-        call, [&](int64_t n, int64_t item, int64_t part) { items.first_item[n] = item, items.first_part[n] = part; });
-    A* const parts = shared.take<A>(count * part_pitch(call.head_dim_v));
+        call, [&](int64_t n, int64_t item, int64_t partial) { items.first_item[n] = item, items.first_partial[n] = partial; });
+    A* const partials = shared.take<A>(count * partial_pitch(call.head_dim_v));
     const auto sequence_at = [&](const int64_t* first, int64_t item) {
       return std::upper_bound(first, first + call.batch + 1, item) - first - 1;
     };
     for_each_item(executor, items.first_item[call.batch], [&](int64_t index, std::byte* scratch) {
       const int64_t n = sequence_at(items.first_item, index);
-      attend_cached<E>(call, items, parts, n, index - items.first_item[n], scratch);
+      attend_cached<E>(call, items, partials, n, index - items.first_item[n], scratch);
     });
     if (count > 0)
       for_each_item(executor, call.batch * call.heads, [&](int64_t index, std::byte* scratch) {
-        merge_pieces<E>(call, items, parts, index / call.heads, index % call.heads, scratch);
+        merge_kv_splits<E>(call, items, partials, index / call.heads, index % call.heads, scratch);
       });
     if (call.query_starts) for_each_item(executor, call.batch + 1, [&](int64_t n, std::byte*) { clear_unused<E>(call, n); });
   });

@@ -17,7 +17,7 @@ namespace {
 template <class E>
 struct KeyValueOperands {
   using F = Operand<E>;
-  TileList blocks;
+  CpuTileList blocks;
   F *key = nullptr, *value = nullptr;
   int64_t key_pitch = 0, value_pitch = 0;
 
@@ -69,13 +69,13 @@ void copy_key_block(const SequenceProblem& sequence, const KeyValueOperands<E>& 
     F* const pairs = take_value_pairs<E>(problem, allocator);
     const int64_t pitch = operands.value_pitch;
     load_row_pairs<E>(from, count, problem.head_dim_v, pairs, kKeys, pitch);
-    transpose_pairs(pairs, pitch * kSplit<F>, kKeys / 2, pitch, to, kKeys / 2 * kSplit<F>);
+    transpose_pairs(pairs, pitch * kBf16Digits<F>, kKeys / 2, pitch, to, kKeys / 2 * kBf16Digits<F>);
   } else {
     load_rows<E>(from, count, problem.head_dim_v, to, count, operands.value_pitch);
   }
 }
 
-// The number of keys in one sum of weights and values; the sums are then added up, see add_part. With ALiBi, which sets the
+// The number of keys in one sum of weights and values; the sums are then added up, see add_partial. With ALiBi, which sets the
 // order of keys, the keys after the first block have separate sums.
 constexpr int64_t kKeysPerSum = 2048;
 inline bool has_several_sums(const AttentionProblem& problem) { return problem.keys > kKeysPerSum || problem.alibi_slopes; }
@@ -248,8 +248,8 @@ class EarlierSums {
     }
     any_ = true;
     for (int64_t i = 0; i < rows_ * kQueries; i += kQueries)
-      add_parts(tile_.out_total + i, tile_.out_low + i, tile_.out + i, lanes_);
-    add_parts(tile_.sum_total, tile_.sum_low, tile_.sum, lanes_);
+      add_partials(tile_.out_total + i, tile_.out_low + i, tile_.out + i, lanes_);
+    add_partials(tile_.sum_total, tile_.sum_low, tile_.sum, lanes_);
     std::fill_n(tile_.sum, lanes_, A(0));
   }
   // Rescales all sums to the states' new maxima.
@@ -263,8 +263,8 @@ class EarlierSums {
   void finish() {
     if (!any_) return;
     for (int64_t i = 0; i < rows_ * kQueries; i += kQueries)
-      join_parts(tile_.out_total + i, tile_.out_low + i, tile_.out + i, lanes_);
-    join_parts(tile_.sum_total, tile_.sum_low, tile_.sum, lanes_);
+      join_partials(tile_.out_total + i, tile_.out_low + i, tile_.out + i, lanes_);
+    join_partials(tile_.sum_total, tile_.sum_low, tile_.sum, lanes_);
   }
   bool any() const { return any_; }
 
@@ -391,9 +391,9 @@ struct ForwardTiles {
   }
 };
 
-TileList forward_tiles(const AttentionProblem& call, ScratchAllocator& allocator) {
-  return TileList(call, allocator,
-                  [](const SequenceProblem& sequence) { return ForwardTiles(sequence.problem).count(sequence.problem); });
+CpuTileList forward_tiles(const AttentionProblem& call, ScratchAllocator& allocator) {
+  return CpuTileList(call, allocator,
+                     [](const SequenceProblem& sequence) { return ForwardTiles(sequence.problem).count(sequence.problem); });
 }
 
 template <class E>
@@ -423,7 +423,7 @@ template <class E>
 void forward_heads(const AttentionProblem& call, const Executor& executor, HeadChoice& choice) {
   ScratchAllocator shared(executor.shared);
   const bool by_tile = choice.heads == Heads::kTiny;
-  const TileList tiles = forward_tiles(call, shared);
+  const CpuTileList tiles = forward_tiles(call, shared);
   const KeyValueOperands<E> operands(call, shared, by_tile);
   const int64_t key_heads = std::max(call.key_heads, call.value_heads);
   if (operands.key || operands.value)

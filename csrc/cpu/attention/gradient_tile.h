@@ -70,7 +70,7 @@ RowMatrix<Operand<E>> value_rows_or_copy(const AttentionProblem& problem, int64_
                          copy);
 }
 
-// Loads a tile's queries, the gradients of their results, lse and delta. delta is the part of a score's gradient that its whole
+// Loads a tile's queries, the gradients of their results, lse and delta. delta is the term of a score's gradient that its whole
 // row shares: the sum over keys of weight * grad_weight, less grad_lse; see fill_delta. If a row has row statistics, its
 // maximum is subtracted from scores in double, and lse_low is lse less that maximum.
 template <class E>

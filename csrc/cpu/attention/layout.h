@@ -92,28 +92,29 @@ FLASH_ONLINE_INLINE Vector<uint32_t> join_upper_halves(Vector<float> first, Vect
   return reinterpret_cast<Vector<uint32_t>>(first) >> 16 | (reinterpret_cast<Vector<uint32_t>>(second) & 0xffff0000u);
 }
 
-// The two parts of a number. Each is a float with a lower half that is 0 or ignored; SplitFloat16 gives the sign of the second.
-struct SplitVector {
+// The two bf16 digits of a number. Each is a float with a lower half that is 0 or ignored; Bf16x2Float16 gives the sign of the
+// second.
+struct Bf16x2Vector {
   Vector<float> first, second;
 };
-FLASH_ONLINE_INLINE Vector<float> first_part(Vector<float> x) {
+FLASH_ONLINE_INLINE Vector<float> first_digit(Vector<float> x) {
   return reinterpret_cast<Vector<float>>(reinterpret_cast<Vector<uint32_t>>(x) & 0xffff0000u);
 }
-// Splits a number of at most 16 digits, without rounding.
-FLASH_ONLINE_INLINE SplitVector split_exactly(Vector<float> x) {
-  const Vector<float> first = first_part(x);
+// The digits of a number of at most 16 bits, without rounding.
+FLASH_ONLINE_INLINE Bf16x2Vector bf16x2_exactly(Vector<float> x) {
+  const Vector<float> first = first_digit(x);
   return {first, x == first ? x * 0x1p-40f : x - first};
 }
-// Splits a float, with an error of 2^-16 of it: the added 2^-17 offsets the loss in the second part.
-FLASH_ONLINE_INLINE SplitVector split_rounded(Vector<float> x) {
-  const Vector<float> first = first_part(x);
+// The digits of a float, with an error of 2^-16 of it: the added 2^-17 offsets the loss in the second digit.
+FLASH_ONLINE_INLINE Bf16x2Vector bf16x2_rounded(Vector<float> x) {
+  const Vector<float> first = first_digit(x);
   return {first, x * (1.f + 0x1p-17f) - first};
 }
 
 // Loads the elements [column, column + kLanes) of a row, widened; 0 past the end of the matrix.
 template <class E>
-FLASH_ONLINE_INLINE Vector<float> load_part_of_row(Matrix<const E> from, int64_t rows, int64_t columns, int64_t r,
-                                                   int64_t column) {
+FLASH_ONLINE_INLINE Vector<float> load_vector_of_row(Matrix<const E> from, int64_t rows, int64_t columns, int64_t r,
+                                                     int64_t column) {
   const E* row = from.data + r * from.row_stride;
   if (r < rows && from.column_stride == 1 && column + kLanes<float> <= columns) return load_widened(row + column);
   Vector<float> x = {};
@@ -122,28 +123,28 @@ FLASH_ONLINE_INLINE Vector<float> load_part_of_row(Matrix<const E> from, int64_t
   return x;
 }
 
-// Stores 32 neighbours of a row in the layout of a left operand: a vector for each part.
+// Stores 32 neighbours of a row in the layout of a left operand: a vector for each digit.
 FLASH_ONLINE_INLINE void store_row(BFloat16* to, Vector<float> first, Vector<float> second) {
   store_narrowed(to, first);
   store_narrowed(to + kLanes<float>, second);
 }
-FLASH_ONLINE_INLINE void store_row(SplitFloat16* to, SplitVector first, SplitVector second) {
+FLASH_ONLINE_INLINE void store_row(Bf16x2Float16* to, Bf16x2Vector first, Bf16x2Vector second) {
   constexpr int n = kLanes<float>;
   const auto store = [](BFloat16* half, Vector<float> x) FLASH_ONLINE_LAMBDA_INLINE {
     const auto bits = __builtin_convertvector(reinterpret_cast<Vector<uint32_t>>(x) >> 16, Vector16BitOf::type);
     *reinterpret_cast<Vector16BitOf::unaligned*>(half) = bits;
   };
-  BFloat16* const parts = to->part;
-  store(parts, first.first), store(parts + n, second.first);
-  store(parts + 2 * n, first.second), store(parts + 3 * n, second.second);
+  BFloat16* const digits = to->digit;
+  store(digits, first.first), store(digits + n, second.first);
+  store(digits + 2 * n, first.second), store(digits + 3 * n, second.second);
 }
 
 // Widens element e of a row of a tensor, or of a row that store_row wrote.
 template <class F>
 FLASH_ONLINE_INLINE auto widen_element(const F* row, int64_t e) {
-  if constexpr (std::is_same_v<F, SplitFloat16>) {
-    const BFloat16* parts = row[e / 32 * 32].part + e % 32;
-    return widen(parts[0]) + widen(parts[32]);
+  if constexpr (std::is_same_v<F, Bf16x2Float16>) {
+    const BFloat16* digits = row[e / 32 * 32].digit + e % 32;
+    return widen(digits[0]) + widen(digits[32]);
   } else {
     return widen(row[e]);
   }
@@ -157,10 +158,10 @@ __attribute__((noinline)) void load_rows(Matrix<const E> from, int64_t rows, int
     const E* row = from.data + r * from.row_stride;
     F* to_row = to + r * pitch;
     int64_t c = 0;
-    if constexpr (std::is_same_v<F, SplitFloat16>) {
+    if constexpr (std::is_same_v<F, Bf16x2Float16>) {
       for (; c < pitch; c += 32)
-        store_row(to_row + c, split_exactly(load_part_of_row(from, rows, columns, r, c)),
-                  split_exactly(load_part_of_row(from, rows, columns, r, c + kLanes<float>)));
+        store_row(to_row + c, bf16x2_exactly(load_vector_of_row(from, rows, columns, r, c)),
+                  bf16x2_exactly(load_vector_of_row(from, rows, columns, r, c + kLanes<float>)));
       continue;
     } else if constexpr (std::is_same_v<E, F>) {
       if (from.column_stride == 1) std::copy_n(row, columns, to_row), c = columns;
@@ -191,34 +192,34 @@ void store_rows(const A* from, int64_t pitch, A scale, int64_t rows, int64_t col
 
 // The following functions make the pairs that a paired matmul reads. A pair is moved as a float, by its bits.
 
-// Writes the transpose of words[rows, columns], of each part, to to[columns, to_pitch]; a pitch counts floats. Rows and columns
-// are multiples of 16.
+// Writes the transpose of words[rows, columns], of each digit, to to[columns, to_pitch]; a pitch counts floats. Rows and
+// columns are multiples of 16.
 template <class F>
 __attribute__((noinline)) void transpose_pairs(const F* from, int64_t pitch, int64_t rows, int64_t columns, F* to,
                                                int64_t to_pitch) {
-  constexpr int n = kLanes<float>, parts = kSplit<F>;
+  constexpr int n = kLanes<float>, digits = kBf16Digits<F>;
   const float* from_words = reinterpret_cast<const float*>(from);
   float* to_words = reinterpret_cast<float*>(to);
   for (int64_t r = 0; r < rows; r += n)
     for (int64_t c = 0; c < columns; c += n)
-      for (int part = 0; part < parts; ++part) {
+      for (int digit = 0; digit < digits; ++digit) {
         Vector<float> square[n];
-        for (int i = 0; i < n; ++i) square[i] = load_vector(from_words + (r + i) * pitch + c * parts + part * n);
+        for (int i = 0; i < n; ++i) square[i] = load_vector(from_words + (r + i) * pitch + c * digits + digit * n);
         transpose<float>(square);
-        for (int i = 0; i < n; ++i) store_vector(to_words + (c + i) * to_pitch + r * parts + part * n, square[i]);
+        for (int i = 0; i < n; ++i) store_vector(to_words + (c + i) * to_pitch + r * digits + digit * n, square[i]);
       }
 }
 
 // Stores two rows as one row of pairs.
-FLASH_ONLINE_INLINE void store_pairs(SplitFloat16* to, SplitVector first, SplitVector second) {
+FLASH_ONLINE_INLINE void store_pairs(Bf16x2Float16* to, Bf16x2Vector first, Bf16x2Vector second) {
   uint32_t* const words = reinterpret_cast<uint32_t*>(to);
   store_vector(words, join_upper_halves(first.first, second.first));
   store_vector(words + kLanes<float>, join_upper_halves(first.second, second.second));
 }
 
 // Stores two rows of sums, narrowed, as one row of pairs.
-FLASH_ONLINE_INLINE void store_narrowed_pairs(SplitFloat16* to, Vector<float> first, Vector<float> second) {
-  store_pairs(to, split_rounded(first), split_rounded(second));
+FLASH_ONLINE_INLINE void store_narrowed_pairs(Bf16x2Float16* to, Vector<float> first, Vector<float> second) {
+  store_pairs(to, bf16x2_rounded(first), bf16x2_rounded(second));
 }
 FLASH_ONLINE_INLINE void store_narrowed_pairs(BFloat16* to, Vector<float> first, Vector<float> second) {
 #if defined(__AVX512BF16__)
@@ -237,11 +238,11 @@ __attribute__((noinline)) void load_row_pairs(Matrix<const E> from, int64_t rows
                                               int64_t pitch) {
   for (int64_t r = 0; r < padded_rows; r += 2)
     for (int64_t c = 0; c < pitch; c += kLanes<float>) {
-      const Vector<float> first = load_part_of_row(from, rows, columns, r, c),
-                          second = load_part_of_row(from, rows, columns, r + 1, c);
+      const Vector<float> first = load_vector_of_row(from, rows, columns, r, c),
+                          second = load_vector_of_row(from, rows, columns, r + 1, c);
       F* const pairs = to + r * pitch + 2 * c;
-      if constexpr (kSplit<F> == 2)
-        store_pairs(pairs, split_exactly(first), split_exactly(second));
+      if constexpr (kBf16Digits<F> == 2)
+        store_pairs(pairs, bf16x2_exactly(first), bf16x2_exactly(second));
       else
         store_vector(reinterpret_cast<uint32_t*>(pairs), join_upper_halves(first, second));
     }
@@ -257,8 +258,8 @@ void narrow_rows(const float* from, int64_t rows, int64_t padded_rows, int64_t c
       const auto load = [&](int64_t column) {
         return r < rows && column < columns ? load_vector(from + r * pitch + column) : Vector<float>{};
       };
-      if constexpr (kSplit<F> == 2)
-        store_row(to + r * pitch + l, split_rounded(load(l)), split_rounded(load(l + n)));
+      if constexpr (kBf16Digits<F> == 2)
+        store_row(to + r * pitch + l, bf16x2_rounded(load(l)), bf16x2_rounded(load(l + n)));
       else
         store_row(to + r * pitch + l, load(l), load(l + n));
     }

@@ -76,18 +76,18 @@ inline void read_bool_mask(const AttentionProblem& problem, const QueryTile& que
     for (int64_t k = 0; k < count; ++k) visible[k] &= data[k * from.column_stride] ? ~uint64_t{0} : 0;
     return;
   }
-  for (int64_t part = 0; part < count; part += 64) {
-    const int64_t keys = std::min<int64_t>(64, count - part);
+  for (int64_t first = 0; first < count; first += 64) {
+    const int64_t keys = std::min<int64_t>(64, count - first);
     uint64_t word[64] = {};
     for (int64_t i = 0; i < query.rows; ++i) {
-      const uint8_t* row = data + i * from.row_stride + part * from.column_stride;
+      const uint8_t* row = data + i * from.row_stride + first * from.column_stride;
       if (from.column_stride == 1)
         word[i] = bits_of_bytes(row, keys);
       else
         for (int64_t k = 0; k < keys; ++k) word[i] |= static_cast<uint64_t>(row[k * from.column_stride] != 0) << k;
     }
     transpose_bits(word);
-    for (int64_t k = 0; k < keys; ++k) visible[part + k] &= word[k];
+    for (int64_t k = 0; k < keys; ++k) visible[first + k] &= word[k];
   }
 }
 

@@ -3,7 +3,7 @@
 //
 // Operand<E> is the type in which elements of type E are multiplied: float and double as they are, 16-bit elements as float.
 // BFloat16 stays as it is where the instruction set multiplies pairs of it and adds in float (the VNNI layout); the depth then
-// runs in pairs, and b is [depth / 2, columns, 2]. Where tile registers multiply such pairs, Float16 becomes SplitFloat16.
+// runs in pairs, and b is [depth / 2, columns, 2]. Where tile registers multiply such pairs, Float16 becomes Bf16x2Float16.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,15 @@
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
-// A Float16 as the sum of two BFloat16, which is exact: 8 of its 11 digits, and the other 3. The product of two is a sum of
-// four products of BFloat16. The unit of memory of such numbers is the vector: a vector of pairs of first parts is followed by
-// the vector of their second parts. Offsets in a row are therefore multiples of 32 elements, and in a row of pairs of 16 pairs.
+// A Float16 as the sum of two BFloat16, its digits, which is exact: they hold 8 of its 11 bits, and the other 3. The product of
+// two is a sum of four products of BFloat16. The unit of memory of such numbers is the vector: a vector of pairs of first
+// digits is followed by the vector of their second digits. Offsets in a row are therefore multiples of 32 elements, and in a
+// row of pairs of 16 pairs.
 //
-// A second part has the sign of its number and is 0 only where the number is 0, so that infinity times a number stays infinity.
-struct SplitFloat16 {
-  BFloat16 part[2];
+// A second digit has the sign of its number and is 0 only where the number is 0, so that infinity times a number stays
+// infinity.
+struct Bf16x2Float16 {
+  BFloat16 digit[2];
 };
 
 template <class E>
@@ -36,7 +38,7 @@ struct OperandOf<BFloat16> {
 #if defined(__AMX_BF16__)
 template <>
 struct OperandOf<Float16> {
-  using type = SplitFloat16;
+  using type = Bf16x2Float16;
 };
 #endif
 template <class E>
@@ -44,13 +46,13 @@ using Operand = typename OperandOf<E>::type;
 
 // The number of BFloat16 that sum to one element; 0: elements are not multiplied in pairs of BFloat16.
 template <class F>
-constexpr int kSplit = 0;
+constexpr int kBf16Digits = 0;
 template <>
-inline constexpr int kSplit<BFloat16> = 1;
+inline constexpr int kBf16Digits<BFloat16> = 1;
 template <>
-inline constexpr int kSplit<SplitFloat16> = 2;
+inline constexpr int kBf16Digits<Bf16x2Float16> = 2;
 template <class F>
-constexpr bool kPaired = kSplit<F> > 0;
+constexpr bool kPaired = kBf16Digits<F> > 0;
 // The depth and the rows of a paired matmul are padded to the shape of the AMX tile registers, which have no tails.
 template <class F>
 constexpr int64_t kDepthStep = kPaired<F> ? 32 : 1;
@@ -74,7 +76,7 @@ struct WordOf<BFloat16> {
   using type = float;  // the bits of a pair
 };
 template <>
-struct WordOf<SplitFloat16> {
+struct WordOf<Bf16x2Float16> {
   using type = float;
 };
 template <class F>
@@ -161,7 +163,7 @@ class AmxTiles {
 
 // Computes up to 32 x 32 of c: tiles 0 to 3 hold sums, 4 and 5 rows of a, 6 and 7 columns of b. `words` counts the pairs of the
 // depth, a multiple of 16; a_row, b_row and c_row count floats.
-template <int kSplit, bool kTwoRows, bool kTwoColumns>
+template <int kDigits, bool kTwoRows, bool kTwoColumns>
 FLASH_ONLINE_INLINE void multiply_amx_block(bool add, int64_t words, const float* a, int64_t a_row, const float* b,
                                             int64_t b_row, float* c, int64_t c_row) {
   constexpr int64_t kVector = 16;  // words of a tile's row
@@ -184,7 +186,7 @@ FLASH_ONLINE_INLINE void multiply_amx_block(bool add, int64_t words, const float
   };
   const auto load_b = [&](const float* from) FLASH_ONLINE_LAMBDA_INLINE {
     _tile_loadd(6, from, b_bytes);
-    if (kTwoColumns) _tile_loadd(7, from + kVector * kSplit, b_bytes);
+    if (kTwoColumns) _tile_loadd(7, from + kVector * kDigits, b_bytes);
   };
   const auto multiply = [&]() FLASH_ONLINE_LAMBDA_INLINE {
     _tile_dpbf16ps(0, 4, 6);
@@ -193,11 +195,11 @@ FLASH_ONLINE_INLINE void multiply_amx_block(bool add, int64_t words, const float
     if (kTwoRows && kTwoColumns) _tile_dpbf16ps(3, 5, 7);
   };
   for (int64_t k = 0; k < words; k += kVector) {
-    const float *a_words = a + k * kSplit, *b_words = b + k * b_row;
+    const float *a_words = a + k * kDigits, *b_words = b + k * b_row;
     load_a(a_words);
     load_b(b_words);
     multiply();
-    if constexpr (kSplit == 2) {
+    if constexpr (kDigits == 2) {
       load_b(b_words + kVector);
       multiply();
       load_a(a_words + kVector);
@@ -213,14 +215,14 @@ FLASH_ONLINE_INLINE void multiply_amx_block(bool add, int64_t words, const float
 }
 
 // Rows and columns are multiples of 16.
-template <int kSplit>
+template <int kDigits>
 inline void matmul_in_amx_tiles(bool add, int64_t rows, int64_t columns, int64_t words, const float* a, int64_t a_row,
                                 const float* b, int64_t b_row, float* c, int64_t c_row) {
   for (int64_t j = 0; j < columns; j += 32)
     for (int64_t i = 0; i < rows; i += 32) {
       const auto block = [&]<bool kTwoRows, bool kTwoColumns>() FLASH_ONLINE_LAMBDA_INLINE {
-        multiply_amx_block<kSplit, kTwoRows, kTwoColumns>(add, words, a + i * a_row, a_row, b + j * kSplit, b_row,
-                                                          c + i * c_row + j, c_row);
+        multiply_amx_block<kDigits, kTwoRows, kTwoColumns>(add, words, a + i * a_row, a_row, b + j * kDigits, b_row,
+                                                           c + i * c_row + j, c_row);
       };
       const bool two_rows = i + 16 < rows;
       if (j + 16 < columns)
@@ -247,8 +249,8 @@ FLASH_ONLINE_INLINE void matmul(Accumulate mode, int64_t rows, int64_t columns, 
   constexpr int64_t pair = kPaired<F> ? 2 : 1;
   const Word<F>*a_words = reinterpret_cast<const Word<F>*>(a), *b_words = reinterpret_cast<const Word<F>*>(b);
   const int64_t words = depth / pair;
-  // A row of pairs has a word for each part of its numbers.
-  if (kPaired<F>) a_row = a_row * kSplit<F> / 2, b_row *= kSplit<F>;
+  // A row of pairs has a word for each digit of its numbers.
+  if (kPaired<F>) a_row = a_row * kBf16Digits<F> / 2, b_row *= kBf16Digits<F>;
 #if defined(__AMX_BF16__)
   if constexpr (kPaired<F>) {
     if (mode == Accumulate::kRescaleAndAdd)
@@ -256,8 +258,8 @@ FLASH_ONLINE_INLINE void matmul(Accumulate mode, int64_t rows, int64_t columns, 
         const Vector<A> scale = load_vector(factor + j);
         for (int64_t i = 0; i < rows; ++i) store_vector(c + i * c_row + j, load_vector(c + i * c_row + j) * scale);
       }
-    return matmul_in_amx_tiles<kSplit<F>>(mode != Accumulate::kOverwrite, rows, columns, words, a_words, a_row, b_words, b_row,
-                                          c, c_row);
+    return matmul_in_amx_tiles<kBf16Digits<F>>(mode != Accumulate::kOverwrite, rows, columns, words, a_words, a_row, b_words,
+                                               b_row, c, c_row);
   }
 #endif
   constexpr int kStripVectors = kVectorBytes == 64 ? 4 : 2;

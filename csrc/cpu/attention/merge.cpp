@@ -5,11 +5,11 @@
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
 namespace {
 
-// Returns the merged state of the row with lses at `at`. The share of part n is weight(lse_n) * inverse_sum_or_zero().
+// Returns the merged state of the row with lses at `at`. The share of partial n is weight(lse_n) * inverse_sum_or_zero().
 template <class A>
 FLASH_ONLINE_INLINE Softmax<A> state_of(const MergeProblem& problem, int64_t at) {
   Softmax<A> state;
-  for (int64_t n = 0; n < problem.parts; ++n) state.absorb(static_cast<const A*>(problem.part[n].lse)[at]);
+  for (int64_t n = 0; n < problem.partials; ++n) state.absorb(static_cast<const A*>(problem.partial[n].lse)[at]);
   return state;
 }
 
@@ -25,12 +25,12 @@ void merge(const MergeProblem& problem, const Executor& executor) {
       static_cast<A*>(problem.lse)[row] = state.lse();
       for (int64_t e = 0; e < problem.head_dim; ++e) {
         A sum = 0;
-        for (int64_t n = 0; n < problem.parts; ++n) {
-          const MergePart& part = problem.part[n];
-          const A share = state.weight(static_cast<const A*>(part.lse)[at]) * inverse;
-          // An empty part has the share 0, whatever its row holds.
+        for (int64_t n = 0; n < problem.partials; ++n) {
+          const MergePartial& partial = problem.partial[n];
+          const A share = state.weight(static_cast<const A*>(partial.lse)[at]) * inverse;
+          // An empty partial has the share 0, whatever its row holds.
           const A value =
-              static_cast<A>(widen(static_cast<const E*>(part.out)[row * part.row_stride + e * part.column_stride]));
+              static_cast<A>(widen(static_cast<const E*>(partial.out)[row * partial.row_stride + e * partial.column_stride]));
           if (share != A(0)) sum += share * value;
         }
         static_cast<E*>(problem.out)[row * problem.head_dim + e] = narrow<E>(sum);
@@ -47,30 +47,31 @@ void merge_backward(const MergeProblem& problem, const MergeGradients& gradients
     for_each_item(executor, problem.rows, [&](int64_t row, std::byte*) {
       const int64_t at = lse_row(problem, row);
       const Softmax<A> state = state_of<A>(problem, at);
-      const auto share_of = [&, inverse = state.inverse_sum_or_zero()](const MergePart& part) {
-        return state.weight(static_cast<const A*>(part.lse)[at]) * inverse;
+      const auto share_of = [&, inverse = state.inverse_sum_or_zero()](const MergePartial& partial) {
+        return state.weight(static_cast<const A*>(partial.lse)[at]) * inverse;
       };
       const E* grad_out = static_cast<const E*>(gradients.grad_out) + row * problem.head_dim;
-      const auto dot_grad_out = [&](const MergePart& part) {
+      const auto dot_grad_out = [&](const MergePartial& partial) {
         A sum = 0;
         for (int64_t e = 0; e < problem.head_dim; ++e)
-          sum += static_cast<A>(widen(grad_out[e])) *
-                 static_cast<A>(widen(static_cast<const E*>(part.out)[row * part.row_stride + e * part.column_stride]));
+          sum +=
+              static_cast<A>(widen(grad_out[e])) *
+              static_cast<A>(widen(static_cast<const E*>(partial.out)[row * partial.row_stride + e * partial.column_stride]));
         return sum;
       };
       A dot_out = 0;  // grad_out . out
-      for (int64_t n = 0; n < problem.parts; ++n) {
-        const A share = share_of(problem.part[n]);
-        if (share != A(0)) dot_out += share * dot_grad_out(problem.part[n]);
+      for (int64_t n = 0; n < problem.partials; ++n) {
+        const A share = share_of(problem.partial[n]);
+        if (share != A(0)) dot_out += share * dot_grad_out(problem.partial[n]);
       }
-      for (int64_t n = 0; n < problem.parts; ++n) {
-        const MergePart& part = problem.part[n];
-        const A share = share_of(part);
+      for (int64_t n = 0; n < problem.partials; ++n) {
+        const MergePartial& partial = problem.partial[n];
+        const A share = share_of(partial);
         for (int64_t e = 0; e < problem.head_dim; ++e)
-          static_cast<E*>(part.grad_out)[row * problem.head_dim + e] =
+          static_cast<E*>(partial.grad_out)[row * problem.head_dim + e] =
               narrow<E>(share != A(0) ? share * static_cast<A>(widen(grad_out[e])) : A(0));
-        static_cast<A*>(part.grad_lse)[row] =
-            share != A(0) ? share * (dot_grad_out(part) - dot_out + static_cast<const A*>(gradients.grad_lse)[row]) : A(0);
+        static_cast<A*>(partial.grad_lse)[row] =
+            share != A(0) ? share * (dot_grad_out(partial) - dot_out + static_cast<const A*>(gradients.grad_lse)[row]) : A(0);
       }
     });
   });

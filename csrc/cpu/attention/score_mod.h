@@ -1,5 +1,6 @@
 // The score modification, applied between the matmul and the softmax like FlexAttention's score_mod: softcap, then ALiBi. The
-// forward pass takes its value; the backward pass also takes its derivative.
+// forward pass takes its value; the backward pass also takes its derivative. csrc/cuda/attention/common/score_mod.cuh is
+// CUDA's.
 #pragma once
 
 #include <algorithm>
@@ -38,47 +39,80 @@ FLASH_ONLINE_INLINE Vector<double> hyperbolic_tangent(Vector<double> x) {
   return x;
 }
 
-// A new modification is written here alone: is_identity, its value in apply and, unless it only adds to the score, its
-// derivative. Each modification is a separate pass over the tile, so that its result is rounded when it is stored: a compiler
-// that contracted two modifications into one operation would round the same score differently in the two passes.
-struct ScoreMod {
-  static bool is_identity(const AttentionProblem& problem) { return problem.softcap <= 0 && !problem.alibi_slopes; }
+// The modifications of a score in natural units, each a struct for a vector of scores:
+//   kNeedsDistance     its value depends on how far the query's position is from the key's
+//   kHasDerivative     false: it only adds to a score
+//   operator()(x, distance)   the modified scores, and their derivatives
+template <class Score>
+struct Modified {
+  Vector<Score> value, derivative;
+};
 
-  // Returns whether the derivative differs from 1; ALiBi only adds to a score.
-  static bool has_derivative(const AttentionProblem& problem) { return problem.softcap > 0; }
+template <class Score>
+struct Softcap {
+  static constexpr bool kNeedsDistance = false, kHasDerivative = true;
+  Score cap;
+  FLASH_ONLINE_INLINE Modified<Score> operator()(Vector<Score> x, Vector<Score>) const {
+    const Vector<Score> tanh_x = hyperbolic_tangent(x / cap);
+    return {cap * tanh_x, 1 - tanh_x * tanh_x};
+  }
+};
+
+template <class Score>
+struct Alibi {
+  static constexpr bool kNeedsDistance = true, kHasDerivative = false;
+  Score slope;
+  FLASH_ONLINE_INLINE Modified<Score> operator()(Vector<Score> x, Vector<Score> distance) const {
+    return {x - slope * distance, broadcast(Score(1))};
+  }
+};
+
+// The modifications of a problem. Each is a separate pass over a tile, so that its result is rounded when it is stored: a
+// compiler that contracted two modifications into one operation would round the same score differently in the two passes.
+struct ScoreMod {
+  static bool is_identity(const AttentionProblem& problem) { return score_mods(problem) == 0; }
+
+  // Returns whether the derivative differs from 1.
+  static bool has_derivative(const AttentionProblem& problem) { return (score_mods(problem) & ~kAlibi) != 0; }
+
+  // Calls f(modification) for each modification of a head, in order. A: the type of parameters in memory.
+  template <class A, class Score, class F>
+  static FLASH_ONLINE_INLINE void for_each(const AttentionProblem& problem, int64_t batch, int64_t head, const F& f) {
+    if (problem.softcap > 0) f(Softcap<Score>{static_cast<Score>(problem.softcap)});
+    if (problem.alibi_slopes)
+      f(Alibi<Score>{
+          static_cast<const A*>(problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]]});
+  }
 
   // Modifies a tile of scores [count, kQueries] in place, at least those of the `chosen` queries (null: all queries).
   // `derivative`, unless it is null, receives their derivatives.
   template <class A, class Score>
   static FLASH_ONLINE_INLINE void apply(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
                                         Score* score, A* derivative, const bool* chosen) {
-    if (problem.softcap > 0) {
-      const Score cap = static_cast<Score>(problem.softcap);
+    const int64_t first_distance = query.first + problem.visible.offset - begin;  // from the first key to the first query
+    Vector<Score> lane;
+    for (int i = 0; i < kLanes<Score>; ++i) lane[i] = static_cast<Score>(i);
+    bool is_first = true;  // of the modifications with a derivative
+    for_each<A, Score>(problem, query.batch, query.head, [&]<class One>(const One& modification) {
       for_each_vector(
           score, count, query.lanes,
           [&](Vector<Score> x, int64_t k, int64_t l) {
-            const Vector<Score> tanh_x = hyperbolic_tangent(x / cap);
-            if (derivative)
-              for (int i = 0; i < kLanes<Score>; ++i)
-                if (!chosen || chosen[l + i]) derivative[k * kQueries + l + i] = static_cast<A>(1 - tanh_x[i] * tanh_x[i]);
-            return cap * tanh_x;
+            Vector<Score> distance{};
+            if constexpr (One::kNeedsDistance) {
+              distance = lane + static_cast<Score>(first_distance + l - k);
+              distance = distance < 0 ? -distance : distance;
+            }
+            const Modified<Score> result = modification(x, distance);
+            if constexpr (One::kHasDerivative)
+              if (derivative)
+                for (int i = 0; i < kLanes<Score>; ++i)
+                  if (A& d = derivative[k * kQueries + l + i]; !chosen || chosen[l + i])
+                    d = static_cast<A>(is_first ? result.derivative[i] : d * result.derivative[i]);
+            return result.value;
           },
           chosen);
-    }
-    if (problem.alibi_slopes) {
-      const Score slope = static_cast<const A*>(
-          problem.alibi_slopes)[query.batch * problem.alibi_stride[0] + query.head * problem.alibi_stride[1]];
-      const int64_t first_distance = query.first + problem.visible.offset - begin;  // from the first key to the first query
-      Vector<Score> lane;
-      for (int i = 0; i < kLanes<Score>; ++i) lane[i] = static_cast<Score>(i);
-      for_each_vector(
-          score, count, query.lanes,
-          [&](Vector<Score> x, int64_t k, int64_t l) {
-            const Vector<Score> distance = lane + static_cast<Score>(first_distance + l - k);
-            return x - slope * (distance < 0 ? -distance : distance);
-          },
-          chosen);
-    }
+      is_first &= !One::kHasDerivative;
+    });
   }
 
   // Turns the gradients of modified scores [count, kQueries] into the gradients of unmodified scores.

@@ -65,7 +65,7 @@ void load_query_lanes(const ConstView4& view, const QueryTile& query, int64_t he
   if constexpr (kPaired<F>) {
     load_rows<E>(from, query.rows, head_dim, row_buffer, query.lanes, operand_pitch<F>(head_dim));
     const int64_t words = operand_pitch<F>(head_dim) / 2;  // neighbours in a row are a pair
-    transpose_pairs(row_buffer, words * kSplit<F>, query.lanes, words, to, kQueries * kSplit<F>);
+    transpose_pairs(row_buffer, words * kBf16Digits<F>, query.lanes, words, to, kQueries * kBf16Digits<F>);
   } else {
     load_transposed<E>(from, query.rows, head_dim, to, kQueries);
   }

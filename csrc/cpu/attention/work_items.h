@@ -78,16 +78,16 @@ struct SequenceProblem {
 
 // The numbering of all tiles of a call: the sequences are outermost, then come the heads, then the tiles of one head. The
 // number of tiles per head depends on the sequence's length.
-class TileList {
+class CpuTileList {
  public:
-  struct WorkTile {
+  struct CpuWorkTile {
     int64_t sequence, head, tile;
   };
 
   // tiles(SequenceProblem) returns the tiles per head of a sequence. For packed calls the results are kept in a table of
   // scratch.
   template <class Tiles>
-  TileList(const AttentionProblem& call, ScratchAllocator& allocator, const Tiles& tiles) : sequences_(call.batch) {
+  CpuTileList(const AttentionProblem& call, ScratchAllocator& allocator, const Tiles& tiles) : sequences_(call.batch) {
     if (!call.query_starts) {
       tiles_per_sequence_ = tiles(SequenceProblem(call, 0));
       total_ = sequences_ * tiles_per_sequence_;
@@ -107,18 +107,18 @@ class TileList {
     return first_tile_ ? first_tile_[sequence + 1] - first_tile_[sequence] : tiles_per_sequence_;
   }
 
-  int64_t index_of(int64_t heads, const WorkTile& work) const {
+  int64_t index_of(int64_t heads, const CpuWorkTile& work) const {
     return heads * tiles_before(work.sequence) + work.head * tiles_per_head(work.sequence) + work.tile;
   }
   // The tile of index `item`.
-  WorkTile tile(int64_t heads, int64_t item) const {
+  CpuWorkTile tile(int64_t heads, int64_t item) const {
     const int64_t sequence = sequence_at(item / heads), tiles = tiles_per_head(sequence),
                   index = item - heads * tiles_before(sequence);
     return {sequence, index / tiles, index % tiles};
   }
   // The tile of `item` in another order: neighbours belong to different heads, and to different sequences if all sequences have
   // one length. The tiles of one head still come in ascending order.
-  WorkTile interleaved_tile(int64_t heads, int64_t item) const {
+  CpuWorkTile interleaved_tile(int64_t heads, int64_t item) const {
     if (!first_tile_) return {item / heads % sequences_, item % heads, item / heads / sequences_};
     const int64_t sequence = sequence_at(item / heads), index = item - heads * tiles_before(sequence);
     return {sequence, index % heads, index / heads};
@@ -137,36 +137,36 @@ class TileList {
 };
 
 // The tiles of kQueries queries, and the blocks of kKeys keys.
-inline TileList query_tiles(const AttentionProblem& call, ScratchAllocator& allocator) {
-  return TileList(call, allocator,
-                  [](const SequenceProblem& sequence) { return ceil_div(sequence.problem.queries, kQueries); });
+inline CpuTileList query_tiles(const AttentionProblem& call, ScratchAllocator& allocator) {
+  return CpuTileList(call, allocator,
+                     [](const SequenceProblem& sequence) { return ceil_div(sequence.problem.queries, kQueries); });
 }
-inline TileList key_blocks(const AttentionProblem& call, ScratchAllocator& allocator) {
-  return TileList(call, allocator, [](const SequenceProblem& sequence) { return ceil_div(sequence.problem.keys, kKeys); });
+inline CpuTileList key_blocks(const AttentionProblem& call, ScratchAllocator& allocator) {
+  return CpuTileList(call, allocator, [](const SequenceProblem& sequence) { return ceil_div(sequence.problem.keys, kKeys); });
 }
 
 // A long sum of floats loses digits, and stops growing where a term is less than its last digit. The sums over a row's keys are
-// therefore sums of parts; the rounding errors of adding parts are kept in a number below the sum's last digit.
+// therefore sums of partial sums; the rounding errors of adding these are kept in a number below the sum's last digit.
 template <class V>
-FLASH_ONLINE_INLINE void add_part(V& sum, V& low, V part) {
-  const V total = sum + part, difference = total - sum;  // two-sum (Knuth)
-  V rest = low + ((sum - (total - difference)) + (part - difference));
+FLASH_ONLINE_INLINE void add_partial(V& sum, V& low, V partial) {
+  const V total = sum + partial, difference = total - sum;  // two-sum (Knuth)
+  V rest = low + ((sum - (total - difference)) + (partial - difference));
   rest = rest - rest == 0 ? rest : V{};  // the sum is not finite
   sum = total + rest;
   low = rest - (sum - total);
 }
 template <class T>
-void add_parts(T* sum, T* low, const T* part, int64_t count) {
+void add_partials(T* sum, T* low, const T* partial, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes<T>) {
     Vector<T> to = load_vector(sum + i), to_low = load_vector(low + i);
-    add_part(to, to_low, load_vector(part + i));
+    add_partial(to, to_low, load_vector(partial + i));
     store_vector(sum + i, to);
     store_vector(low + i, to_low);
   }
 }
 // Writes sum + low; an infinite sum stays infinite.
 template <class T>
-void join_parts(const T* sum, const T* low, T* to, int64_t count) {
+void join_partials(const T* sum, const T* low, T* to, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes<T>) {
     const Vector<T> x = load_vector(low + i);
     store_vector(to + i, load_vector(sum + i) + (x - x == 0 ? x : Vector<T>{}));
@@ -189,7 +189,7 @@ void zero_rows(const MutableView4& view, int64_t heads, Rows rows, int64_t head_
 
 // True if products of elements of type E lose small numbers.
 template <class E>
-constexpr bool kLosesTinyProducts = kSplit<Operand<E>> == 1;
+constexpr bool kLosesTinyProducts = kBf16Digits<Operand<E>> == 1;
 
 // The binary exponent of the largest element of a matrix, or of the first element of ordinary size, where the search ends; 0 if
 // all are 0.

@@ -20,7 +20,7 @@ constexpr int64_t kMaxTileRows = 32;
 constexpr int64_t kCacheLineBytes = 64;
 constexpr int64_t kMaxStoredWeightBytes = 640 * 1024;  // stored between the passes: a third of a large L2 cache
 constexpr int64_t kMaxPrefetchedRowBytes = 1024 * 1024;  // the longest row of results that is worth prefetching
-constexpr int64_t kMaxSplitRows = 64;  // with more rows, all threads are busy without sharing a row
+constexpr int64_t kMaxSharedRows = 64;  // with more rows, all threads are busy without sharing a row
 
 // `rows` neighbouring rows: along inner, or along outer where inner is 1.
 struct RowTile {
@@ -253,8 +253,8 @@ struct NoResult {
   static void prefetch_strided_share(int64_t, int64_t, int64_t) {}
 };
 
-// A row kernel is a class Op(problem, tile, allocator, keep, shared...), constructed for a tile or for a part of one row.
-// first_pass(begin, end, partials) adds classes to the partial of each row; merge() joins the partials of two parts of a row;
+// A row kernel is a class Op(problem, tile, allocator, keep, shared...), constructed for a tile or for a segment of one row.
+// first_pass(begin, end, partials) adds classes to the partial of each row; merge() joins two partials of a row;
 // finish() sees the partials of whole rows; second_pass() writes classes of the result. RowOp has the defaults of most kernels.
 struct RowOp {
   static constexpr bool kHasSecondPass = false;
@@ -267,7 +267,7 @@ constexpr int64_t kPartialBytes = 64;  // the largest Partial of all kernels
 
 // The division of a problem's rows into tiles.
 struct RowPartition {
-  int64_t groups, rows_per_group, rows_per_tile, segments;  // neighbouring rows form groups; a tile is part of one group
+  int64_t groups, rows_per_group, rows_per_tile, segments;  // neighbouring rows form groups; a tile is in one group
   explicit RowPartition(const RowProblem& problem, int64_t workers)
       : groups(problem.inner == 1 ? 1 : problem.outer),
         rows_per_group(problem.inner == 1 ? problem.outer : problem.inner),
@@ -286,47 +286,48 @@ struct RowPartition {
   int64_t total() const { return groups * rows_per_group; }
 };
 
-FLASH_ONLINE_INLINE bool may_split_rows(const RowProblem& problem, const RowPartition& partition) {
-  return partition.segments > 1 && partition.total() <= kMaxSplitRows && problem.k <= kMaxSplitRows;
+FLASH_ONLINE_INLINE bool may_share_rows(const RowProblem& problem, const RowPartition& partition) {
+  return partition.segments > 1 && partition.total() <= kMaxSharedRows && problem.k <= kMaxSharedRows;
 }
 
 // Returns whether several threads share a row.
-FLASH_ONLINE_INLINE bool splits_rows(const RowProblem& problem, const RowPartition& partition, int64_t workers) {
-  return partition.total() < 2 * workers && may_split_rows(problem, partition);
+FLASH_ONLINE_INLINE bool shares_rows(const RowProblem& problem, const RowPartition& partition, int64_t workers) {
+  return partition.total() < 2 * workers && may_share_rows(problem, partition);
 }
 
 // Bytes at the start of every worker's scratch. The first worker's hold the partials of rows that several threads share.
-FLASH_ONLINE_INLINE int64_t split_scratch_bytes(const RowProblem& problem, int64_t storage) {
+FLASH_ONLINE_INLINE int64_t shared_row_scratch_bytes(const RowProblem& problem, int64_t storage) {
   const RowPartition partition(problem, 1);
-  return may_split_rows(problem, partition) ? partition.total() * partition.segments * (kPartialBytes + storage) : 0;
+  return may_share_rows(problem, partition) ? partition.total() * partition.segments * (kPartialBytes + storage) : 0;
 }
 
-// Runs a kernel over all rows in parallel: over tiles of rows or, if there are few rows and they are long, over parts of rows.
+// Runs a kernel over all rows in parallel: over tiles of rows or, if there are few rows and they are long, over segments of
+// rows.
 template <class Op, class... Shared>
 FLASH_ONLINE_INLINE void run_rows(const RowProblem& problem, const Executor& executor, const Shared&... shared) {
   using Partial = typename Op::Partial;
   static_assert(sizeof(Partial) <= kPartialBytes);
   const RowPartition partition(problem, executor.workers);
-  const int64_t storage = Op::extra_bytes(problem), split_bytes = split_scratch_bytes(problem, storage);
+  const int64_t storage = Op::extra_bytes(problem), shared_row_bytes = shared_row_scratch_bytes(problem, storage);
 
-  if (splits_rows(problem, partition, executor.workers)) {
-    const auto partial = [&](int64_t part) -> Partial& {
-      return *reinterpret_cast<Partial*>(executor.scratch + part * (kPartialBytes + storage));
+  if (shares_rows(problem, partition, executor.workers)) {
+    const auto partial = [&](int64_t segment) -> Partial& {
+      return *reinterpret_cast<Partial*>(executor.scratch + segment * (kPartialBytes + storage));
     };
     const auto op_for = [&](int64_t row, std::byte* scratch) {
-      ScratchAllocator allocator(scratch + split_bytes);
+      ScratchAllocator allocator(scratch + shared_row_bytes);
       return Op(problem, RowTile{row / problem.inner, row % problem.inner, row, 1}, allocator, false, shared...);
     };
-    const auto for_each_part = [&](const auto& body) {
-      for_each_independent_item(executor, partition.total() * partition.segments, [&](int64_t part, std::byte* scratch) {
-        const int64_t row = part / partition.segments, begin = part % partition.segments * kSegment;
+    const auto for_each_segment = [&](const auto& body) {
+      for_each_independent_item(executor, partition.total() * partition.segments, [&](int64_t segment, std::byte* scratch) {
+        const int64_t row = segment / partition.segments, begin = segment % partition.segments * kSegment;
         const int64_t end = begin + kSegment < problem.classes ? begin + kSegment : problem.classes;
         Op op = op_for(row, scratch);
-        body(op, part, begin, end);
+        body(op, segment, begin, end);
       });
     };
-    for_each_part([&](Op& op, int64_t part, int64_t begin, int64_t end) {
-      Partial& joined = *new (&partial(part)) Partial();
+    for_each_segment([&](Op& op, int64_t segment, int64_t begin, int64_t end) {
+      Partial& joined = *new (&partial(segment)) Partial();
       Op::assign_extra(problem, joined, reinterpret_cast<std::byte*>(&joined) + kPartialBytes);
       op.first_pass(begin, end, &joined);
     });
@@ -336,8 +337,8 @@ FLASH_ONLINE_INLINE void run_rows(const RowProblem& problem, const Executor& exe
       op_for(row, executor.scratch).finish(&joined);
     }
     if constexpr (Op::kHasSecondPass)
-      for_each_part([&](Op& op, int64_t part, int64_t begin, int64_t end) {
-        op.second_pass(begin, end, &partial(part / partition.segments * partition.segments));
+      for_each_segment([&](Op& op, int64_t segment, int64_t begin, int64_t end) {
+        op.second_pass(begin, end, &partial(segment / partition.segments * partition.segments));
       });
     return;
   }
@@ -355,7 +356,7 @@ FLASH_ONLINE_INLINE void run_rows(const RowProblem& problem, const Executor& exe
       RowTile tile{group, row, group * partition.rows_per_group + row,
                    left < partition.rows_per_tile ? left : partition.rows_per_tile};
       if (problem.inner == 1) tile.outer = row, tile.inner = 0;
-      ScratchAllocator allocator(scratch + split_bytes);
+      ScratchAllocator allocator(scratch + shared_row_bytes);
       Partial partial[kMaxTileRows];
       if (storage > 0)
         for (int64_t r = 0; r < tile.rows; ++r) Op::assign_extra(problem, partial[r], allocator.take<std::byte>(storage));

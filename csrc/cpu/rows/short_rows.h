@@ -58,7 +58,7 @@ FLASH_ONLINE_INLINE void store_block(const RowProblem& problem, const MutableVie
     for (int64_t c = 0; c < problem.classes; ++c) to[r * row + c * step] = staged[c * kWidth + r];
 }
 
-// Loads and stores arrays that have one number per row of the problem.
+// Loads and stores arrays of row scalars, one per row of the problem.
 template <class T>
 FLASH_ONLINE_INLINE Vector<T> load_per_row(const void* array, const RowBlock& block) {
   Vector<T> x = {};

@@ -28,7 +28,7 @@ int64_t scratch(const RowProblem& problem) {
   const bool strips = softmax_backward ? lie_in_strips(problem, problem.grad, problem.output, problem.grad_input)
                                        : problem.result.data != nullptr && softmax_in_strips(problem);
   if (strips && problem.k == 0) return strip_tile_bytes(problem.classes);
-  int64_t bytes = split_scratch_bytes(problem, topk_row_bytes(problem)) +
+  int64_t bytes = shared_row_scratch_bytes(problem, topk_row_bytes(problem)) +
                   partition.rows_per_tile * ScratchAllocator::bytes_of<std::byte>(topk_row_bytes(problem));
   // Buffers for rows without contiguous classes.
   const auto add = [&](const auto& view, DType dtype) {

@@ -465,7 +465,7 @@ void softmax_backward(const RowProblem& problem, const Executor& executor) {
       using R = decltype(r);
       constexpr bool kLog = decltype(log)::value;
       if (problem.classes > 1 && has_contiguous_rows(problem) &&
-          !splits_rows(problem, RowPartition(problem, executor.workers), executor.workers))
+          !shares_rows(problem, RowPartition(problem, executor.workers), executor.workers))
         contiguous_softmax_backward<E, R, kLog>(problem, executor);
       else if (lie_in_strips(problem, problem.grad, problem.output, problem.grad_input))
         strip_softmax_backward<E, R, kLog>(problem, executor);

@@ -72,7 +72,8 @@ void cache_append(const AppendProblem& problem, CUstream_st* stream);
 // Writes which weights dropout keeps.
 void attention_dropout_mask(const DropoutProblem& problem, CUstream_st* stream);
 
-// Merges partial results. problem.part is the host's; `workspace` has attention_merge_workspace bytes, 0 for up to 32 parts.
+// Merges partial results. problem.partial is the host's; `workspace` has attention_merge_workspace bytes, 0 for up to 32
+// partials.
 int64_t attention_merge_workspace(const MergeProblem& problem);
 void attention_merge(const MergeProblem& problem, void* workspace, CUstream_st* stream);
 void attention_merge_backward(const MergeProblem& problem, const MergeGradients& gradients, void* workspace,

@@ -83,7 +83,7 @@ constexpr Family<ForwardPass> kCached[] = {
 constexpr Family<ForwardPass> kCachedTiles[] = {kCached[3], kCached[0], kCached[1], kCached[2], kCached[4]};  // sm90 first
 constexpr Family<BackwardPass> kBackward[] = {
     family<BackwardPass, AttentionBackwardSm90, HeadDimsBackwardSm90>("sm90"),
-    family<BackwardPass, AttentionBackwardSplitSm90, HeadDimsBackwardSplitSm90>("split_sm90"),
+    family<BackwardPass, AttentionBackwardBf16x2Sm90, HeadDimsBackwardBf16x2Sm90>("bf16x2_sm90"),
     family<BackwardPass, AttentionBackwardSm80, HeadDims>("sm80"),
     family<BackwardPass, AttentionBackwardFloat64, HeadDimsFloat64, true>("float64")};
 
@@ -145,7 +145,7 @@ AttentionProblem with_groups_as_rows(const AttentionProblem& problem) {
   if (p.key_heads == 0 || p.key_heads != p.value_heads || p.query_starts || p.queries == 0) return p;
   const int64_t group = p.heads / p.key_heads, rows = group * p.queries;
   if (ceil_div(rows, kTileRows) >= group * ceil_div(p.queries, kTileRows)) return p;
-  if (p.mask.data || p.alibi_slopes || p.sinks || p.dropout != 0) return p;
+  if (p.mask.data || (score_mods(p) & kScoreModsOfHead) || p.sinks || p.dropout != 0) return p;
   const int64_t first = p.visible.offset, last = first + p.queries - 1;  // positions
   if ((p.visible.left >= 0 && last > p.visible.left) || (p.visible.right >= 0 && first + p.visible.right < p.keys - 1))
     return p;
@@ -178,8 +178,7 @@ bool prefers_tiles(const AttentionProblem& problem) {
   const int64_t rows = problem.heads / problem.key_heads * problem.queries, tiles = cached_tiles_per_key(problem, kTileRows);
   const int64_t rows_at_once = std::max(problem.head_dim, problem.head_dim_v) <= 128 ? 2 * kDecodeRows : kDecodeRows;
   if (rows <= kDecodeRows || tiles >= 2 * ceil_div(rows, rows_at_once)) return false;
-  return (problem.softcap == 0 && !problem.alibi_slopes) ||
-         problem.batch * problem.key_heads * tiles * 4 >= int64_t{sm_count()} * 3;
+  return score_mods(problem) == 0 || problem.batch * problem.key_heads * tiles * 4 >= int64_t{sm_count()} * 3;
 }
 
 // Under a causal mask tiles of keys see different numbers of queries, so that CTAs stand at different query heads of the group

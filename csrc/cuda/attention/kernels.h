@@ -105,9 +105,9 @@ struct AttentionDecodeLatentSm90 {
   static void run(const ForwardPass& pass, void* workspace, CUstream_st* stream);
 };
 
-// sm90/split/backward.cuh: floats in two pieces, where torch allows tf32.
+// sm90/bf16x2/backward.cuh: floats in two bf16 digits, where torch allows tf32.
 template <int kHeadDim>
-struct AttentionBackwardSplitSm90 {
+struct AttentionBackwardBf16x2Sm90 {
   static const char* refusal(const BackwardPass& pass, const Gpu& gpu);
   static int64_t workspace_bytes(const BackwardPass& pass);
   static void run(const BackwardPass& pass, void* workspace, CUstream_st* stream);

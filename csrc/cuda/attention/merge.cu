@@ -1,7 +1,8 @@
 // The merge of partial results of attention over disjoint keys, and its gradients: Milakov and Gimelshein, arXiv 1805.02867,
 // section 3.1, applied to the output as well. csrc/cpu/attention/merge.cpp has the formulas.
 //
-// A group of 1 to 32 lanes takes a row. It reads the row's lse of every part, and then passes over the parts' outputs once.
+// A group of 1 to 32 lanes takes a row. It reads the row's lse of every partial, and then passes over the partials' outputs
+// once.
 #include <algorithm>
 
 #include "../../core/integer.h"
@@ -16,27 +17,28 @@ namespace flash_online::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPartsAtOnce = 4;  // a lane reads their outputs before it adds any
+constexpr int kPartialsAtOnce = 4;  // a lane reads their outputs before it adds any
 
-// Up to this many parts are kernel arguments. More would not fit, and a copy from the host could not be part of a CUDA graph,
-// since it would read the host's memory again whenever the graph runs: small kernels write a table of the parts instead.
-constexpr int kPartsPerLaunch = 32;
+// Up to this many partials are kernel arguments. More would not fit, and a copy from the host could not be captured in a CUDA
+// graph, since it would read the host's memory again whenever the graph runs: small kernels write a table of the partials
+// instead.
+constexpr int kPartialsPerLaunch = 32;
 
 struct MergeArguments {
-  MergeProblem problem;  // problem.part: the table; null if the parts are in `part`
+  MergeProblem problem;  // problem.partial: the table; null if the partials are in `partial`
   MergeGradients gradients;
   int lanes;  // per row, a power of two
-  MergePart part[kPartsPerLaunch];
+  MergePartial partial[kPartialsPerLaunch];
 };
 
 struct TableArguments {
-  MergePart* table;
+  MergePartial* table;
   int count;
-  MergePart part[kPartsPerLaunch];
+  MergePartial partial[kPartialsPerLaunch];
 };
 
 __global__ void fill_merge_table(const __grid_constant__ TableArguments arguments) {
-  if (static_cast<int>(threadIdx.x) < arguments.count) arguments.table[threadIdx.x] = arguments.part[threadIdx.x];
+  if (static_cast<int>(threadIdx.x) < arguments.count) arguments.table[threadIdx.x] = arguments.partial[threadIdx.x];
 }
 
 // The type of sums, shares and lse.
@@ -63,27 +65,27 @@ __device__ __forceinline__ void store_columns(T* to, const Sum<T> (&x)[kWidth]) 
     *reinterpret_cast<uint4*>(to) = pack<T>(x);
 }
 
-// The state of a group of lanes for its row. share(n) is the share of part n's row in the merged row: 0 for an empty part,
-// whatever its row holds.
+// The state of a group of lanes for its row. share(n) is the share of partial n's row in the merged row: 0 for an empty
+// partial, whatever its row holds.
 template <class T>
 struct MergeRow {
-  const MergePart* part;
-  int64_t parts, row, lse_at;
+  const MergePartial* partial;
+  int64_t partials, row, lse_at;
   OnlineSoftmax<Sum<T>> state;
   Sum<T> inverse_sum;
 
   __device__ __forceinline__ MergeRow(const MergeArguments& arguments, int64_t row_)
-      : part(arguments.problem.part ? arguments.problem.part : arguments.part),
-        parts(arguments.problem.parts),
+      : partial(arguments.problem.partial ? arguments.problem.partial : arguments.partial),
+        partials(arguments.problem.partials),
         row(row_),
         lse_at(lse_row(arguments.problem, row_)) {
-    for (int64_t n = 0; n < parts; ++n) state.absorb(lse(n));
+    for (int64_t n = 0; n < partials; ++n) state.absorb(lse(n));
     inverse_sum = state.inverse_sum_or_zero();
   }
-  __device__ __forceinline__ Sum<T> lse(int64_t n) const { return static_cast<const Sum<T>*>(part[n].lse)[lse_at]; }
+  __device__ __forceinline__ Sum<T> lse(int64_t n) const { return static_cast<const Sum<T>*>(partial[n].lse)[lse_at]; }
   __device__ __forceinline__ Sum<T> share(int64_t n) const { return state.weight(lse(n)) * inverse_sum; }
   __device__ __forceinline__ const T* out(int64_t n) const {
-    return static_cast<const T*>(part[n].out) + row * part[n].row_stride;
+    return static_cast<const T*>(partial[n].out) + row * partial[n].row_stride;
   }
 };
 
@@ -108,15 +110,15 @@ __global__ void __launch_bounds__(kThreads) merge(const __grid_constant__ MergeA
     if (lane == 0) static_cast<Sum<T>*>(problem.lse)[index] = row.state.lse();
     for (int64_t column = lane * kWidth; column < problem.head_dim; column += arguments.lanes * kWidth) {
       Sum<T> sum[kWidth] = {};
-      for (int64_t first = 0; first < row.parts; first += kPartsAtOnce) {
-        Sum<T> share[kPartsAtOnce], x[kPartsAtOnce][kWidth] = {};
+      for (int64_t first = 0; first < row.partials; first += kPartialsAtOnce) {
+        Sum<T> share[kPartialsAtOnce], x[kPartialsAtOnce][kWidth] = {};
 #pragma unroll
-        for (int n = 0; n < kPartsAtOnce; ++n) {
-          share[n] = first + n < row.parts ? row.share(first + n) : 0;
+        for (int n = 0; n < kPartialsAtOnce; ++n) {
+          share[n] = first + n < row.partials ? row.share(first + n) : 0;
           if (share[n] != 0) load_columns<T>(row.out(first + n) + column, x[n]);
         }
 #pragma unroll
-        for (int n = 0; n < kPartsAtOnce; ++n)
+        for (int n = 0; n < kPartialsAtOnce; ++n)
 #pragma unroll
           for (int e = 0; e < kWidth; ++e) sum[e] = ::fma(share[n], x[n][e], sum[e]);
       }
@@ -126,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) merge(const __grid_constant__ MergeA
 }
 
 // One pass over the outputs: it leaves grad_out . out_n where the gradient of lse_n belongs, and that is completed once the sum
-// of these products over all parts, grad_out . out, is known.
+// of these products over all partials, grad_out . out, is known.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads) merge_backward(const __grid_constant__ MergeArguments arguments) {
   const MergeProblem& problem = arguments.problem;
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(kThreads) merge_backward(const __grid_constant
     const MergeRow<T> row(arguments, index);
     const T* const grad_out = static_cast<const T*>(arguments.gradients.grad_out) + index * problem.head_dim;
     Sum<T> dot_out = 0;
-    for (int64_t n = 0; n < row.parts; ++n) {
+    for (int64_t n = 0; n < row.partials; ++n) {
       const Sum<T> share = row.share(n);
       Sum<T> dot = 0;
       for (int64_t column = lane * kWidth; column < problem.head_dim; column += arguments.lanes * kWidth) {
@@ -149,18 +151,18 @@ __global__ void __launch_bounds__(kThreads) merge_backward(const __grid_constant
           dot = ::fma(gradient[e], x[e], dot);
           gradient[e] *= share;
         }
-        if (is_row) store_columns(static_cast<T*>(row.part[n].grad_out) + index * problem.head_dim + column, gradient);
+        if (is_row) store_columns(static_cast<T*>(row.partial[n].grad_out) + index * problem.head_dim + column, gradient);
       }
       for (int step = arguments.lanes / 2; step > 0; step /= 2) dot += __shfl_xor_sync(~0u, dot, step);
       if (share != 0) dot_out = ::fma(share, dot, dot_out);
-      if (is_row && lane == 0) static_cast<Sum<T>*>(row.part[n].grad_lse)[index] = dot;
+      if (is_row && lane == 0) static_cast<Sum<T>*>(row.partial[n].grad_lse)[index] = dot;
     }
     __syncwarp();  // lane 0's products are there for the other lanes
     if (!is_row) return;
     const Sum<T> grad_lse = static_cast<const Sum<T>*>(arguments.gradients.grad_lse)[index];
-    for (int64_t n = lane; n < row.parts; n += arguments.lanes) {
+    for (int64_t n = lane; n < row.partials; n += arguments.lanes) {
       const Sum<T> share = row.share(n);
-      Sum<T>& to = static_cast<Sum<T>*>(row.part[n].grad_lse)[index];
+      Sum<T>& to = static_cast<Sum<T>*>(row.partial[n].grad_lse)[index];
       to = share != 0 ? share * (to - dot_out + grad_lse) : 0;
     }
   });
@@ -171,9 +173,9 @@ template <class T>
 bool has_vectors(const MergeProblem& problem, const MergeGradients& gradients) {
   const auto is_aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0; };
   return problem.head_dim % kPerVector<T> == 0 && is_aligned(problem.out) && is_aligned(gradients.grad_out) &&
-         std::all_of(problem.part, problem.part + problem.parts, [&](const MergePart& part) {
-           return part.column_stride == 1 && part.row_stride % kPerVector<T> == 0 && is_aligned(part.out) &&
-                  is_aligned(part.grad_out);
+         std::all_of(problem.partial, problem.partial + problem.partials, [&](const MergePartial& partial) {
+           return partial.column_stride == 1 && partial.row_stride % kPerVector<T> == 0 && is_aligned(partial.out) &&
+                  is_aligned(partial.grad_out);
          });
 }
 
@@ -195,22 +197,22 @@ void visit(const MergeProblem& problem, const MergeGradients& gradients, F&& lau
 
 MergeArguments arguments_of(const MergeProblem& problem, const MergeGradients& gradients, int width, void* workspace,
                             CUstream_st* stream) {
-  MergeArguments arguments{.problem = problem, .gradients = gradients, .lanes = 1, .part = {}};
+  MergeArguments arguments{.problem = problem, .gradients = gradients, .lanes = 1, .partial = {}};
   while (arguments.lanes < kWarpSize && arguments.lanes * width < problem.head_dim) arguments.lanes *= 2;
-  arguments.problem.part = nullptr;
-  if (problem.parts <= kPartsPerLaunch) {
-    std::copy_n(problem.part, problem.parts, arguments.part);
+  arguments.problem.partial = nullptr;
+  if (problem.partials <= kPartialsPerLaunch) {
+    std::copy_n(problem.partial, problem.partials, arguments.partial);
     return arguments;
   }
-  MergePart* const table = static_cast<MergePart*>(workspace);
-  for (int64_t first = 0; first < problem.parts; first += kPartsPerLaunch) {
+  MergePartial* const table = static_cast<MergePartial*>(workspace);
+  for (int64_t first = 0; first < problem.partials; first += kPartialsPerLaunch) {
     TableArguments some{.table = table + first,
-                        .count = static_cast<int>(std::min<int64_t>(problem.parts - first, kPartsPerLaunch)),
-                        .part = {}};
-    std::copy_n(problem.part + first, some.count, some.part);
-    launch<fill_merge_table>(some, 1, kPartsPerLaunch, 0, stream);
+                        .count = static_cast<int>(std::min<int64_t>(problem.partials - first, kPartialsPerLaunch)),
+                        .partial = {}};
+    std::copy_n(problem.partial + first, some.count, some.partial);
+    launch<fill_merge_table>(some, 1, kPartialsPerLaunch, 0, stream);
   }
-  arguments.problem.part = table;
+  arguments.problem.partial = table;
   return arguments;
 }
 
@@ -221,7 +223,7 @@ unsigned ctas_of(const MergeArguments& arguments) {
 }  // namespace
 
 int64_t attention_merge_workspace(const MergeProblem& problem) {
-  return problem.parts <= kPartsPerLaunch ? 0 : problem.parts * static_cast<int64_t>(sizeof(MergePart));
+  return problem.partials <= kPartialsPerLaunch ? 0 : problem.partials * static_cast<int64_t>(sizeof(MergePartial));
 }
 
 void attention_merge(const MergeProblem& problem, void* workspace, CUstream_st* stream) {

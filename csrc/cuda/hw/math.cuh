@@ -7,8 +7,8 @@ constexpr float kLog2E = 1.44269504f, kLog2ELow = 1.92596299e-8f;  // log2(e), a
 
 // a + b and a * b exactly, as the sum of the returned float and `low` (Knuth's two-sum; an fma).
 __device__ __forceinline__ float two_sum(float a, float b, float& low) {
-  const float sum = __fadd_rn(a, b), part = __fsub_rn(sum, a);
-  low = __fadd_rn(__fsub_rn(a, __fsub_rn(sum, part)), __fsub_rn(b, part));
+  const float sum = __fadd_rn(a, b), added = __fsub_rn(sum, a);
+  low = __fadd_rn(__fsub_rn(a, __fsub_rn(sum, added)), __fsub_rn(b, added));
   return sum;
 }
 __device__ __forceinline__ float two_product(float a, float b, float& low) {

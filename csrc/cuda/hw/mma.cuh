@@ -45,10 +45,10 @@ __device__ __forceinline__ void mma_16x8x8(double (&d)[4], const double (&a)[4],
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
-    for (int part = 0; part < 2; ++part)
+    for (int k_half = 0; k_half < 2; ++k_half)
       asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
           : "+d"(d[2 * half]), "+d"(d[2 * half + 1])
-          : "d"(a[2 * part + half]), "d"(part == 0 ? b0 : b1));
+          : "d"(a[2 * k_half + half]), "d"(k_half == 0 ? b0 : b1));
 #endif
 }
 

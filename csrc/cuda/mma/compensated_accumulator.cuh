@@ -1,4 +1,5 @@
-// Products of split floats, summed in two parts, so that float32's digits survive the tensor cores: split_float.cuh.
+// Products of floats in bf16 digits, summed in two floats, so that float32's precision survives the tensor cores:
+// bf16_digits.cuh.
 #pragma once
 
 #include "../hw/mma.cuh"
@@ -6,41 +7,41 @@
 
 namespace flash_online::cuda {
 
-// Sums of products of floats, kept apart by size. A leading part, which is not here, sums the products of the leading pieces
-// and is rounded each time that one is added, unless fewer digits are asked for; `low` sums the other products, which are so
+// Sums of products of floats, kept apart by size. A leading part, which is not here, sums the products of the leading digits
+// and is rounded each time that one is added, unless less precision is asked for; `low` sums the other products, which are so
 // small that what the tensor cores cut off of their sum does not count. 16-bit elements have no low part.
 template <class Element, int kRows, int kColumns>
 struct CompensatedAccumulator {
   using F = Fragments<Element>;
-  // True if a result stays the sum of the two parts: rounding it to one float would be most of its error.
-  static constexpr bool kCompensated = F::kPieces == 3;
+  // True if a result stays the sum of two floats: rounding it to one float would be most of its error.
+  static constexpr bool kCompensated = F::kDigits == 3;
   Accumulator<kRows, kColumns> low;
 
   __device__ __forceinline__ CompensatedAccumulator() {
-    if constexpr (F::kPieces > 1) clear(low);
+    if constexpr (F::kDigits > 1) clear(low);
   }
 
   // One step of a product, for kCount columns from `column` of `low` and from `to` of `leading` on. It makes one product of
-  // pieces for all accumulators before the next, so that none waits for the one before. With kTransposed the result has the
+  // digits for all accumulators before the next, so that none waits for the one before. With kTransposed the result has the
   // bits that the transposed product has.
   template <bool kTransposed = false, int kCount, int kLeading>
   __device__ __forceinline__ void multiply(Accumulator<kRows, kLeading>& leading, int to, const typename F::Left (&a)[kRows],
                                            const typename F::Right (&b)[kCount], int column) {
 #pragma unroll
-    for (int order = F::kPieces - 1; order >= 0; --order)  // the smallest first
+    for (int order = F::kDigits - 1; order >= 0; --order)  // the smallest first
 #pragma unroll
-      for (int piece = 0; piece <= order; ++piece)
+      for (int digit = 0; digit <= order; ++digit)
 #pragma unroll
         for (int j = 0; j < kCount; ++j)
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
             float (&sum)[4] = order == 0 ? leading[i][to + j] : low[i][column + j];
-            const int left = kTransposed ? order - piece : piece;
+            const int left = kTransposed ? order - digit : digit;
             const unsigned (&words)[2] = b[j].words[order - left];
-            if (order == 0 && F::kPieces == 3)
+            if (order == 0 && F::kDigits == 3)
               mma_16x8x16_rounded(sum, a[i].words[left], words[0], words[1]);
             else
-              mma_16x8x16<typename F::Piece>(sum, a[i].words[left], words[0], words[1]);
+              mma_16x8x16<typename F::Digit>(sum, a[i].words[left], words[0], words[1]);
           }
   }
 };
@@ -50,7 +51,7 @@ struct NotCompensated {
   static constexpr bool kCompensated = false;
 };
 
-// An infinity or NaN among the operands has made the products of the leading pieces what they must be, and NaN of the others.
+// An infinity or NaN among the operands has made the products of the leading digits what they must be, and NaN of the others.
 __device__ __forceinline__ float add_if_finite(float leading, float low) {
   return fabsf(leading) < INFINITY ? leading + low : leading;
 }
@@ -59,11 +60,11 @@ __device__ __forceinline__ float add_if_finite(float leading, float low) {
 template <class Element, int kRows, int kColumns>
 __device__ __forceinline__ void add_low(Accumulator<kRows, kColumns>& d,
                                         const CompensatedAccumulator<Element, kRows, kColumns>& compensation) {
-  if constexpr (Fragments<Element>::kPieces > 1)
+  if constexpr (Fragments<Element>::kDigits > 1)
     for_each(d, [&](float& x, int i, int j, int e) { x = add_if_finite(x, compensation.low[i][j][e]); });
 }
 
-// Adds the low part if each result is one float. Compensated results stay in two parts; for infinities among them the caller
+// Adds the low part if each result is one float. Compensated results stay in two floats; for infinities among them the caller
 // must call clear_low_if_infinite or renormalize.
 template <class Element, int kRows, int kColumns>
 __device__ __forceinline__ void add_low_unless_compensated(
@@ -79,7 +80,7 @@ __device__ __forceinline__ void clear_low_if_infinite(const Accumulator<kRows, k
     for_each(compensation.low, [&](float& x, int i, int j, int e) { x = fabsf(d[i][j][e]) < INFINITY ? x : 0; });
 }
 
-// Makes d of compensated results the sum of both parts rounded to float, and the low part what that rounding leaves, 0 where
+// Makes d of compensated results the sum of both floats rounded to float, and the low part what that rounding leaves, 0 where
 // d is infinite or NaN.
 template <class Element, int kRows, int kColumns>
 __device__ __forceinline__ void renormalize(Accumulator<kRows, kColumns>& d,

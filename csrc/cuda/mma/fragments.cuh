@@ -1,4 +1,4 @@
-// A warp's part of a matrix product: which lane holds which element, for 16-bit elements and for floats in pieces.
+// A warp's fragments of a matrix product: which lane holds which element, for 16-bit elements and for floats in bf16 digits.
 #pragma once
 
 #include "../hw/matrix_copy.cuh"
@@ -56,28 +56,28 @@ __device__ __forceinline__ void transpose_quad(unsigned (&x)[4], int lane = lane
 // A left fragment has sixteen rows, a right one eight columns; each has kDepth terms of the sum.
 template <class Element>
 struct Fragments {
-  using Piece = typename Split<Element>::Piece;
-  static constexpr int kPieces = Split<Element>::kPieces;
+  using Digit = typename Digits<Element>::Digit;
+  static constexpr int kDigits = Digits<Element>::kDigits;
   static constexpr int kDepth = 16;
 
   struct Left {
-    unsigned words[kPieces][4];
+    unsigned words[kDigits][4];
   };
   struct Right {
-    unsigned words[kPieces][2];
+    unsigned words[kDigits][2];
   };
 
   template <int kWidth>
   __device__ static void left_rows(Left& a, SharedTile<Element, kWidth> tile, int m, int k) {
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece)
-      ldmatrix_x4(a.words[piece], tile.address(m + lane() % 16, k + lane() / 16 * 8, piece));
+    for (int digit = 0; digit < kDigits; ++digit)
+      ldmatrix_x4(a.words[digit], tile.address(m + lane() % 16, k + lane() / 16 * 8, digit));
   }
   template <int kWidth>
   __device__ static void left_columns(Left& a, SharedTile<Element, kWidth> tile, int m, int k) {
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece)
-      ldmatrix_x4_trans(a.words[piece], tile.address(k + lane() % 8 + lane() / 16 * 8, m + lane() / 8 % 2 * 8, piece));
+    for (int digit = 0; digit < kDigits; ++digit)
+      ldmatrix_x4_trans(a.words[digit], tile.address(k + lane() % 8 + lane() / 16 * 8, m + lane() / 8 % 2 * 8, digit));
   }
   // kCount neighbouring fragments of eight columns.
   template <int kCount, int kWidth>
@@ -85,11 +85,11 @@ struct Fragments {
 #pragma unroll
     for (int j = 0; j < kCount; j += 2)
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
+      for (int digit = 0; digit < kDigits; ++digit) {
         unsigned x[4];
         const int row = n + 8 * j + (kCount > 1 ? lane() / 16 * 8 : 0) + lane() % 8;
-        ldmatrix_x4(x, tile.address(row, k + lane() / 8 % 2 * 8, piece));
-        put(b, j, piece, x);
+        ldmatrix_x4(x, tile.address(row, k + lane() / 8 % 2 * 8, digit));
+        put(b, j, digit, x);
       }
   }
   template <int kCount, int kWidth>
@@ -98,29 +98,29 @@ struct Fragments {
 #pragma unroll
     for (int j = 0; j < kCount; j += 2)
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
+      for (int digit = 0; digit < kDigits; ++digit) {
         unsigned x[4];
-        ldmatrix_x4_trans(x, tile.address(k + lane() % 16, n + 8 * j + lane() / 16 * 8, piece));
-        put(b, j, piece, x);
+        ldmatrix_x4_trans(x, tile.address(k + lane() % 16, n + 8 * j + lane() / 16 * 8, digit));
+        put(b, j, digit, x);
       }
   }
 
   // Two elements in a word, the first in the lower half.
-  __device__ static unsigned pair(float x, float y) { return pair_of<Piece>(x, y); }
-  // The pieces of two numbers. What is left of a number once a piece is taken away is exact; of an infinity it is NaN.
-  __device__ static void split(unsigned (&words)[kPieces], float x, float y) {
+  __device__ static unsigned pair(float x, float y) { return pair_of<Digit>(x, y); }
+  // The digits of two numbers. What is left of a number once a digit is taken away is exact; of an infinity it is NaN.
+  __device__ static void to_digits(unsigned (&words)[kDigits], float x, float y) {
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      words[piece] = pair(x, y);
-      if (piece + 1 < kPieces) x -= __uint_as_float(words[piece] << 16), y -= __uint_as_float(words[piece] & 0xffff0000u);
+    for (int digit = 0; digit < kDigits; ++digit) {
+      words[digit] = pair(x, y);
+      if (digit + 1 < kDigits) x -= __uint_as_float(words[digit] << 16), y -= __uint_as_float(words[digit] & 0xffff0000u);
     }
   }
 
  private:
   template <int kCount>
-  __device__ static void put(Right (&b)[kCount], int j, int piece, const unsigned (&x)[4]) {
-    b[j].words[piece][0] = x[0], b[j].words[piece][1] = x[1];
-    if (kCount > 1) b[j + 1].words[piece][0] = x[2], b[j + 1].words[piece][1] = x[3];
+  __device__ static void put(Right (&b)[kCount], int j, int digit, const unsigned (&x)[4]) {
+    b[j].words[digit][0] = x[0], b[j].words[digit][1] = x[1];
+    if (kCount > 1) b[j + 1].words[digit][0] = x[2], b[j + 1].words[digit][1] = x[3];
   }
 };
 
@@ -128,7 +128,7 @@ struct Fragments {
 template <class Element, int kRows, int kColumns>
 struct LeftOperand {
   using F = Fragments<Element>;
-  unsigned words[kRows][kColumns][2][F::kPieces];  // of the rows quad() and quad() + 8
+  unsigned words[kRows][kColumns][2][F::kDigits];  // of the rows quad() and quad() + 8
 
   __device__ __forceinline__ explicit LeftOperand(const Accumulator<kRows, kColumns>& d) {
 #pragma unroll
@@ -136,14 +136,14 @@ struct LeftOperand {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) F::split(words[i][j][half], d[i][j][2 * half], d[i][j][2 * half + 1]);
+        for (int half = 0; half < 2; ++half) F::to_digits(words[i][j][half], d[i][j][2 * half], d[i][j][2 * half + 1]);
   }
   // The fragment of the i-th sixteen rows, F::kDepth columns from step * F::kDepth on.
   __device__ __forceinline__ void fragment(typename F::Left& a, int i, int step) const {
 #pragma unroll
-    for (int piece = 0; piece < F::kPieces; ++piece)
+    for (int digit = 0; digit < F::kDigits; ++digit)
 #pragma unroll
-      for (int n = 0; n < 4; ++n) a.words[piece][n] = words[i][2 * step + n / 2][n % 2][piece];
+      for (int n = 0; n < 4; ++n) a.words[digit][n] = words[i][2 * step + n / 2][n % 2][digit];
   }
   // Stores to a tile, rows from `row` and columns from `column` on.
   template <int kWidth>
@@ -155,9 +155,9 @@ struct LeftOperand {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
-          for (int piece = 0; piece < F::kPieces; ++piece)
-            *reinterpret_cast<unsigned*>(to.row(row + 16 * i + 8 * half + quad(), piece) + column + 8 * j +
-                                         2 * lane_in_quad()) = words[i][j][half][piece];
+          for (int digit = 0; digit < F::kDigits; ++digit)
+            *reinterpret_cast<unsigned*>(to.row(row + 16 * i + 8 * half + quad(), digit) + column + 8 * j +
+                                         2 * lane_in_quad()) = words[i][j][half][digit];
   }
 };
 

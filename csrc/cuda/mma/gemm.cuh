@@ -47,7 +47,7 @@ __device__ __forceinline__ void multiply_rows_partial(Accumulator<kRows, kColumn
       f(a, b, j);
     }
   };
-  if constexpr (F::kPieces == 1 && kOptions.rounded) {
+  if constexpr (F::kDigits == 1 && kOptions.rounded) {
     static_assert(kSteps % 2 == 0);
 #pragma unroll 2
     for (int step = 0; step < kSteps; step += 2) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void multiply_rows_partial(Accumulator<kRows, kColumn
         for_each(pair, [&](float x, int i, int column, int e) { d[i][j + column][e] += x; });
       }
     }
-  } else if constexpr (F::kPieces == 1) {
+  } else if constexpr (F::kDigits == 1) {
 #pragma unroll(kSteps > 16 ? 4 : kSteps)
     for (int step = 0; step < kSteps; ++step)
       multiply_step(step, [&](const auto& a, const auto& b, int j) { multiply<Element>(d, a, b, j); });
@@ -98,7 +98,7 @@ __device__ __forceinline__ void multiply_by_columns(Accumulator<kRows, kColumns>
                                                     SharedTile<Element, kWidth> right, int n) {
   using F = Fragments<Element>;
   static_assert(kColumns % 2 == 0);
-  if constexpr (F::kPieces == 1) {
+  if constexpr (F::kDigits == 1) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       typename F::Left a[kRows];

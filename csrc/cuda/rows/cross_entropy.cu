@@ -41,9 +41,9 @@ constexpr int64_t kIgnored = -1;
 // A row's target as the caller gave it, and the class it means: kIgnored, or an index that has been checked.
 template <class Reader>
 __device__ __forceinline__ int64_t read_target(const RowProblem& problem, const Reader& reader) {
-  return reader.coord.exists ? row_number<int64_t>(reader, problem.target) : problem.ignore_index;
+  return reader.coord.exists ? row_scalar<int64_t>(reader, problem.target) : problem.ignore_index;
 }
-RowNumbers target_numbers(const RowProblem& problem) { return {problem.target, sizeof(int64_t)}; }
+RowScalars target_scalars(const RowProblem& problem) { return {problem.target, sizeof(int64_t)}; }
 __device__ __forceinline__ int64_t checked_class(const RowProblem& problem, int64_t target) {
   if (target == problem.ignore_index) return kIgnored;
   assert(target >= 0 && target < problem.classes && "cross_entropy: target is out of bounds");
@@ -108,10 +108,10 @@ __device__ __forceinline__ void write_index_loss_by_owner(const RowProblem& prob
                               resolved, smooth_sum);
 }
 
-// Stores a split row's second sum, of term(class, element), after the Partials of all rows' first sums.
+// Stores a multi-CTA row's second sum, of term(class, element), after the Partials of all rows' first sums.
 template <class Row, class F>
 __device__ __forceinline__ void store_second_sum(const RowProblem& problem, const Row& row, const F& term) {
-  row.store_sum(row, problem.outer * problem.inner * row.pieces_per_row(),
+  row.store_sum(row, problem.outer * problem.inner * row.slices_per_row(),
                 [&](int64_t c, float x, float) { return term(c, x); });
 }
 
@@ -122,9 +122,9 @@ struct FinishedRow {
 
 template <bool kSmooth>
 struct IndexLoss : OneTensorOp {
-  static constexpr bool kReduces = true, kSecondSum = kSmooth, kRare = kSmooth, kNumbers = true, kTargets = true,
+  static constexpr bool kReduces = true, kSecondSum = kSmooth, kRare = kSmooth, kRowScalars = true, kTargets = true,
                         kSumsLosses = true;
-  static RowNumbers numbers(const RowProblem& problem) { return target_numbers(problem); }
+  static RowScalars scalars(const RowProblem& problem) { return target_scalars(problem); }
   template <class Result, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
     auto row = reader.read(problem.input);
@@ -137,7 +137,7 @@ struct IndexLoss : OneTensorOp {
       const auto coefficients = ClassCoefficients::of(problem);
       const NegativeLogProb negative_log_prob(state);
       const auto term = [&](int64_t c, float x) { return coefficients.weight_of(c) * negative_log_prob(x); };
-      if constexpr (Reader::kSplit) {
+      if constexpr (Reader::kMultiCta) {
         store_second_sum(problem, row, term);
         return;
       } else {
@@ -147,7 +147,7 @@ struct IndexLoss : OneTensorOp {
     write_index_loss_by_owner<kSmooth>(problem, reader, row, target, state, smooth_sum);
   }
   template <class T>
-  __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedPieces& merged, float sum) {
+  __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedSlices& merged, float sum) {
     const FinishedRow row{coord};
     const int64_t target = checked_class(problem, read_target(problem, row));
     const float score = target == kIgnored ? 0.0f : row_of<const T>(problem.input, coord)[target];
@@ -165,7 +165,7 @@ struct ProbabilityLoss : OneTensorOp {
     const auto coefficients = ClassCoefficients::of(problem);
     const NegativeLogProb negative_log_prob(state);
     const auto term = [&](int64_t c, float x) { return coefficients(c, target[c]) * negative_log_prob(x); };
-    if constexpr (Reader::kSplit) {
+    if constexpr (Reader::kMultiCta) {
       store_second_sum(problem, row, term);
     } else {
       float loss;
@@ -179,14 +179,14 @@ struct ProbabilityLoss : OneTensorOp {
     }
   }
   template <class T>
-  __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedPieces& merged, float sum) {
+  __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedSlices& merged, float sum) {
     write_loss(problem, FinishedRow{coord}, coord.index, sum, 1, merged.resolve_infinity());
   }
 };
 
 // ---- backward
 
-// A row's element of a float tensor of one number per row; null: zeros.
+// A row's scalar of a float tensor of row scalars; null: zeros.
 __device__ __forceinline__ float row_value(const void* tensor, const RowCoord& coord) {
   return tensor == nullptr || !coord.exists ? 0.0f : static_cast<const float*>(tensor)[coord.index];
 }
@@ -214,18 +214,18 @@ __device__ __forceinline__ float grad_loss_of(const RowProblem& problem, const R
 // overwrite the row.
 template <bool kSmooth>
 struct IndexLossBackward : OneTensorOp {
-  static constexpr bool kRare = kSmooth, kNumbers = true, kTargets = true;
-  static RowNumbers numbers(const RowProblem& problem) { return target_numbers(problem); }
+  static constexpr bool kRare = kSmooth, kRowScalars = true, kTargets = true;
+  static RowScalars scalars(const RowProblem& problem) { return target_scalars(problem); }
   __device__ static float once(const RowProblem& problem) { return grad_of_losses(problem); }
   // True if A, the sum of a_c, has to be summed; else the target class or the number of classes determine it.
   __device__ static bool sums_weights(const RowProblem& problem) { return kSmooth && problem.weight != nullptr; }
   template <class Reader>
-  __device__ static void part(const RowProblem& problem, const Reader& reader) {
+  __device__ static void store_partial(const RowProblem& problem, const Reader& reader) {
     if (sums_weights(problem)) {
       const auto coefficients = ClassCoefficients::of(problem);
-      reader.read(problem.input).store_part([&](int64_t c, float) { return coefficients.weight_of(c); });
+      reader.read(problem.input).store_partial([&](int64_t c, float) { return coefficients.weight_of(c); });
     } else {
-      reader.read(problem.input).store_part(NoExtra{});
+      reader.read(problem.input).store_partial(NoExtra{});
     }
   }
   template <class T, class Reader>
@@ -288,10 +288,10 @@ struct ProbabilityLossBackward : OneTensorOp {
     __device__ float operator()(int64_t c, float) const { return coefficients(c, target[c]); }
   };
   template <class Reader>
-  __device__ static void part(const RowProblem& problem, const Reader& reader) {
+  __device__ static void store_partial(const RowProblem& problem, const Reader& reader) {
     auto row = reader.read(problem.input);
     using T = typename decltype(row)::Element;
-    row.store_part(
+    row.store_partial(
         RowCoefficients<T>{ClassCoefficients::of(problem), row_of<const T>(problem.target_probabilities, row.coord())});
   }
   template <class T, class Reader>
@@ -302,8 +302,8 @@ struct ProbabilityLossBackward : OneTensorOp {
     const RowState state = row.state();
     const float a_sum = row.sum(a);
     const float grad_loss = grad_loss_of(problem, reader);
-    const float loss_part = problem.classes == 1 ? grad_loss - grad_loss : grad_loss;  // as for one target
-    const float scale = loss_part * a_sum + row_value(problem.grad_lse, coord), inverse = state.inverse_sum();
+    const float loss_scale = problem.classes == 1 ? grad_loss - grad_loss : grad_loss;  // as for one target
+    const float scale = loss_scale * a_sum + row_value(problem.grad_lse, coord), inverse = state.inverse_sum();
     if (problem.grad_target.data != nullptr) {
       const NegativeLogProb negative_log_prob(state);
       row.template write<T>(problem.grad_target, [&](int64_t c, float x) {
@@ -313,7 +313,7 @@ struct ProbabilityLossBackward : OneTensorOp {
     }
     row.template write<T>(problem.grad_input, [&](int64_t c, float x) {
       // The product is rounded like the scale, which it cancels where p_c is 1 and a_c the whole sum.
-      return scale * (state.weight(x) * inverse) - (c < problem.classes ? __fmul_rn(loss_part, a(c, x)) : 0.0f);
+      return scale * (state.weight(x) * inverse) - (c < problem.classes ? __fmul_rn(loss_scale, a(c, x)) : 0.0f);
     });
   }
 };
@@ -377,7 +377,7 @@ int64_t reduce_ctas(int64_t rows) {
 
 bool has_loss_sums(const RowProblem& problem) { return problem.loss_sums != nullptr && *problem.loss_sum_count != 0; }
 // The number of losses, of rows or of blocks of rows.
-int64_t reduced_numbers(const RowProblem& problem) {
+int64_t reduced_losses(const RowProblem& problem) {
   return has_loss_sums(problem) ? *problem.loss_sum_count : problem.outer * problem.inner;
 }
 
@@ -416,13 +416,13 @@ int64_t reduce_losses_workspace(int64_t rows) {
 }
 
 void reduce_losses(const RowProblem& problem, bool mean, void* result, void* divisor, void* workspace, CUstream_st* stream) {
-  const int64_t numbers = reduced_numbers(problem), ctas = reduce_ctas(numbers);
+  const int64_t losses = reduced_losses(problem), ctas = reduce_ctas(losses);
   const LossAndWeight* const sums = has_loss_sums(problem) ? static_cast<const LossAndWeight*>(problem.loss_sums) : nullptr;
   LossReduction reduction{.loss = sums != nullptr ? &sums->loss : static_cast<const float*>(problem.loss),
                           .weight = sums != nullptr ? &sums->weight : static_cast<const float*>(problem.row_weight),
                           .stride = sums != nullptr ? kPairStride : 1,
-                          .rows = numbers,
-                          .rows_per_cta = ceil_div(numbers, ctas),
+                          .rows = losses,
+                          .rows_per_cta = ceil_div(losses, ctas),
                           .partial = ctas > 1 ? static_cast<LossAndWeight*>(workspace) : nullptr,
                           .dtype = problem.result_dtype,
                           .mean = mean,

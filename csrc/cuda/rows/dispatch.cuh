@@ -5,8 +5,8 @@
 //   kTensors                 number of input tensors that it reads as rows
 //   tensor(problem, i)       the i-th of these tensors
 //   result(problem)          the tensor that it writes rows of; an operator that reduces has none
-//   kNumbers, numbers(problem)   true if it has a per-row scalar input (row_number) that is worth staging in shared memory with
-//                            the rows; that array
+//   kRowScalars, scalars(problem)   true if it has an input of row scalars (row_scalar) that is worth staging in shared memory
+//                            with the rows; that array
 //   kTargets                 true if these scalars are int64 targets, as long as a short row: blocks are larger then
 //   once(problem)            optional: a number that depends on the problem alone; some readers have it as reader.once
 //   kSumsLosses              true if it adds to the losses of its reader when problem.loss_sums is set
@@ -14,10 +14,10 @@
 //   kRare                    true if it is seldom called: it then has kernels for fewer groups of lengths, and in block_row.cuh
 //                            none for words of 16-bit elements alone
 //   run<R>(problem, reader)  its work on one row; reader.read<i>(tensor i) gives the row, R is the element type of results
-// For split rows, which two kernels read:
-//   part(problem, reader)    what the first kernel stores in the workspace; the second calls run
+// For multi-CTA rows, which two kernels read:
+//   store_partial(problem, reader)   what the first kernel stores in the workspace; the second calls run
 // and if it reduces, a third kernel with one warp per row completes the row's results:
-//   finish<T>(problem, coord, merged, sum)   from the merged pieces; T is the element type of tensors
+//   finish<T>(problem, coord, merged, sum)   from the merged slices; T is the element type of tensors
 //   kSecondSum               true if it needs a second sum of terms that depend on the row's maximum and sum. The second kernel
 //                            stores it: run calls store_sum. Without a second sum there is no second kernel.
 #pragma once
@@ -28,9 +28,9 @@
 
 #include "choice.h"
 #include "loops/block_row.cuh"
+#include "loops/multi_cta_row.cuh"
 #include "loops/pipelined_row.cuh"
 #include "loops/shared_row.cuh"
-#include "loops/split_row.cuh"
 #include "loops/strided_row.cuh"
 
 namespace flash_online::cuda {
@@ -38,13 +38,13 @@ namespace flash_online::cuda {
 // Base of operators that read rows of the input alone.
 struct OneTensorOp {
   static constexpr int kTensors = 1;
-  static constexpr bool kReduces = false, kSecondSum = false, kRare = false, kNumbers = false;
+  static constexpr bool kReduces = false, kSecondSum = false, kRare = false, kRowScalars = false;
   static constexpr bool kTargets = false, kSumsLosses = false;
   __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int) { return problem.input; }
   __host__ __device__ static const MutableView3& result(const RowProblem& problem) { return problem.grad_input; }
   template <class Reader>
-  __device__ static void part(const RowProblem& problem, const Reader& reader) {
-    reader.read(problem.input).store_part(NoExtra{});
+  __device__ static void store_partial(const RowProblem& problem, const Reader& reader) {
+    reader.read(problem.input).store_partial(NoExtra{});
   }
 };
 
@@ -64,7 +64,7 @@ constexpr RowOperators row_operator() {
   if (Op::kRare) return Op::kTargets ? kRareWritesByTargets : kRareWrites;
   if (Op::kTensors == 2) return kWritesFromTwo;
   if (Op::kTargets) return kWritesByTargets;
-  return Op::kNumbers ? kWritesByScalars : kWrites;
+  return Op::kRowScalars ? kWritesByScalars : kWrites;
 }
 
 // ---- types and strides of a problem
@@ -108,7 +108,7 @@ inline bool is_empty(const RowProblem& problem) { return problem.outer == 0 || p
 template <class Group, int kVectors, class T, bool kWords>
 struct RegisterRowReader {
   using Element = T;
-  static constexpr bool kSplit = false;
+  static constexpr bool kMultiCta = false;
   const RowProblem& problem;
   RowCoord coord;
   template <int kTensor = 0>
@@ -127,7 +127,7 @@ struct RegisterRowReader {
 template <class Group, class T>
 struct StridedRowReader {
   using Element = T;
-  static constexpr bool kSplit = false;
+  static constexpr bool kMultiCta = false;
   const RowProblem& problem;
   RowCoord coord;
   template <int kTensor = 0>
@@ -136,14 +136,14 @@ struct StridedRowReader {
   }
 };
 template <class T>
-struct SplitRowReader {
+struct MultiCtaRowReader {
   using Element = T;
-  static constexpr bool kSplit = true;
+  static constexpr bool kMultiCta = true;
   const RowProblem& problem;
   RowCoord coord;
   template <int kTensor = 0>
   __device__ __forceinline__ auto read(const ConstView3& view) const {
-    return SplitRow<T>(problem, view);
+    return MultiCtaRow<T>(problem, view);
   }
 };
 
@@ -168,31 +168,31 @@ __global__ void __launch_bounds__(Group::kThreads) strided_kernel(const __grid_c
                       [&](const RowCoord& coord) { Op::template run<R>(problem, StridedRowReader<Group, T>{problem, coord}); });
 }
 
-// The first and the second kernel of split rows.
+// The first and the second kernel of multi-CTA rows.
 template <class Op, class T>
-__global__ void __launch_bounds__(SplitRowGroup::kThreads, kSplitCtasPerSm)
-    part_kernel(const __grid_constant__ RowProblem problem) {
-  Op::part(problem, SplitRowReader<T>{problem, split_row_coord(problem)});
+__global__ void __launch_bounds__(MultiCtaRowGroup::kThreads, kMultiCtaCtasPerSm)
+    partial_kernel(const __grid_constant__ RowProblem problem) {
+  Op::store_partial(problem, MultiCtaRowReader<T>{problem, multi_cta_row_coord(problem)});
 }
 template <class Op, class T, class R>
-__global__ void __launch_bounds__(SplitRowGroup::kThreads, kSplitCtasPerSm)
-    split_kernel(const __grid_constant__ RowProblem problem) {
-  Op::template run<R>(problem, SplitRowReader<T>{problem, split_row_coord(problem)});
+__global__ void __launch_bounds__(MultiCtaRowGroup::kThreads, kMultiCtaCtasPerSm)
+    multi_cta_kernel(const __grid_constant__ RowProblem problem) {
+  Op::template run<R>(problem, MultiCtaRowReader<T>{problem, multi_cta_row_coord(problem)});
 }
 
 constexpr int kFinishThreads = 128;
 
-// Completes split or pipelined rows from the Partials of their pieces, one warp per row.
+// Completes multi-CTA or pipelined rows from the Partials of their slices, one warp per row.
 template <class Op, class T>
-__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ PiecedProblem pieced) {
-  const RowProblem& problem = pieced.problem;
-  const int64_t rows = problem.outer * problem.inner, pieces = pieced.pieces_per_row;
+__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ SlicedProblem sliced) {
+  const RowProblem& problem = sliced.problem;
+  const int64_t rows = problem.outer * problem.inner, slices = sliced.slices_per_row;
   const int64_t index = (int64_t{blockIdx.x} * kFinishThreads + threadIdx.x) / kWarpSize;
   if (index >= rows) return;
   const Partial* partials = static_cast<const Partial*>(problem.workspace);
   grid_dependency_wait();
-  const MergedPieces merged = merge_pieces(partials + index * pieces, pieces);
-  const float sum = Op::kSecondSum ? merge_pieces(partials + (rows + index) * pieces, pieces).extra : 0.0f;
+  const MergedSlices merged = merge_slices(partials + index * slices, slices);
+  const float sum = Op::kSecondSum ? merge_slices(partials + (rows + index) * slices, slices).extra : 0.0f;
   if (threadIdx.x % kWarpSize == 0)
     Op::template finish<T>(problem, RowCoord{index / problem.inner, index % problem.inner, index, true}, merged, sum);
 }
@@ -259,53 +259,53 @@ void launch_by_shape(const SharedChoice& choice, const RowProblem& problem, cuda
 }
 
 template <class Op, class T>
-void launch_finish(const PiecedProblem& pieced, cudaStream_t stream) {
-  const int64_t ctas = ceil_div(pieced.problem.outer * pieced.problem.inner, kFinishThreads / kWarpSize);
-  launch_dependent(finish_kernel<Op, T>, pieced, static_cast<unsigned>(ctas), kFinishThreads, stream);
+void launch_finish(const SlicedProblem& sliced, cudaStream_t stream) {
+  const int64_t ctas = ceil_div(sliced.problem.outer * sliced.problem.inner, kFinishThreads / kWarpSize);
+  launch_dependent(finish_kernel<Op, T>, sliced, static_cast<unsigned>(ctas), kFinishThreads, stream);
 }
 
 // The kernels for rows that are reduced in one pass through a pipeline; false if the operator or the device is not fit for it.
 template <class Op, class T>
 bool launch_pipelined(const RowProblem& problem, cudaStream_t stream) {
   if constexpr (Op::kReduces && !Op::kSecondSum) {
-    const PiecedProblem pieced = pipelined_row_pieces(problem, Type<T>{});
-    if (!has_bulk_copy() || !pieced.is_countable()) return false;
-    launch_pipelined_part<T>(pieced, stream);
-    launch_finish<Op, T>(pieced, stream);
+    const SlicedProblem sliced = pipelined_row_slices(problem, Type<T>{});
+    if (!has_bulk_copy() || !sliced.is_countable()) return false;
+    launch_pipelined_partial<T>(sliced, stream);
+    launch_finish<Op, T>(sliced, stream);
     return true;
   }
   return false;
 }
 
-// The kernels for split rows, which need a workspace.
+// The kernels for multi-CTA rows, which need a workspace.
 template <class Op, class T, class R>
-void launch_split(const RowProblem& problem, cudaStream_t stream, const char* name) {
+void launch_multi_cta(const RowProblem& problem, cudaStream_t stream, const char* name) {
   const int64_t rows = problem.outer * problem.inner;
-  const SplitPieces pieces = SplitPieces::of(problem.classes, Type<T>{});
-  const dim3 ctas(static_cast<unsigned>(rows), static_cast<unsigned>(pieces.pieces_per_row));
-  part_kernel<Op, T><<<ctas, SplitRowGroup::kThreads, 0, stream>>>(problem);
+  const RowSlices slices = RowSlices::of(problem.classes, Type<T>{});
+  const dim3 ctas(static_cast<unsigned>(rows), static_cast<unsigned>(slices.slices_per_row));
+  partial_kernel<Op, T><<<ctas, MultiCtaRowGroup::kThreads, 0, stream>>>(problem);
   check_launch(name);
   if constexpr (!Op::kReduces || Op::kSecondSum) {
-    split_kernel<Op, T, R><<<ctas, SplitRowGroup::kThreads, 0, stream>>>(problem);
+    multi_cta_kernel<Op, T, R><<<ctas, MultiCtaRowGroup::kThreads, 0, stream>>>(problem);
     check_launch(name);
   }
   if constexpr (Op::kReduces)
     launch_finish<Op, T>({.problem = problem,
-                          .classes_per_piece = pieces.classes_per_piece,
-                          .pieces_per_row = static_cast<unsigned>(pieces.pieces_per_row),
-                          .total_pieces = rows * pieces.pieces_per_row},
+                          .classes_per_slice = slices.classes_per_slice,
+                          .slices_per_row = static_cast<unsigned>(slices.slices_per_row),
+                          .total_slices = rows * slices.slices_per_row},
                          stream);
 }
 
-// Bytes of workspace for the split rows of an operator that reads `tensors` tensors of a dtype; 0 for rows that stay on the
-// chip.
+// Bytes of workspace for the multi-CTA rows of an operator that reads `tensors` tensors of a dtype; 0 for rows that stay on
+// the chip.
 inline int64_t workspace_of_rows(const RowProblem& problem, DType dtype, int tensors, bool reduces) {
   const int64_t bytes = size_of(dtype), vectors = ceil_div(problem.classes, kVectorBytes / bytes);
   const bool on_chip = reduces ? vectors <= kMostRuledVectors : choose_shared(vectors, tensors, row_device()).shape >= 0;
   if (on_chip) return 0;
-  const SplitPieces pieces = dtype == DType::kFloat32 ? SplitPieces::of(problem.classes, Type<float>{})
-                                                      : SplitPieces::of(problem.classes, Type<__half>{});
-  return split_workspace(problem.outer * problem.inner, pieces.pieces_per_row);
+  const RowSlices slices =
+      dtype == DType::kFloat32 ? RowSlices::of(problem.classes, Type<float>{}) : RowSlices::of(problem.classes, Type<__half>{});
+  return multi_cta_workspace(problem.outer * problem.inner, slices.slices_per_row);
 }
 
 // Calls f(group) with the row group for rows of any strides; `view` is the first tensor that is read.
@@ -343,7 +343,7 @@ bool launch_contiguous(const RowProblem& problem, cudaStream_t stream, const cha
   }
   if (launch_pipelined<Op, T>(problem, stream)) return true;
   if (problem.workspace == nullptr) return false;
-  launch_split<Op, T, R>(problem, stream, name);
+  launch_multi_cta<Op, T, R>(problem, stream, name);
   return true;
 }
 

@@ -54,13 +54,13 @@ struct CtaPerRow {
   template <class Op>
   __device__ __forceinline__ static double reduce(double x, double neutral, Op op) {
     constexpr int kWarps = kThreads / kWarpSize;
-    __shared__ double parts[kWarps];
+    __shared__ double partials[kWarps];
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     x = reduce_lanes(x, op);
-    __syncthreads();  // the parts of the reduction before have been read
-    if (lane == 0) parts[threadIdx.x / kWarpSize] = x;
+    __syncthreads();  // the partials of the reduction before have been read
+    if (lane == 0) partials[threadIdx.x / kWarpSize] = x;
     __syncthreads();
-    return reduce_lanes(lane < kWarps ? parts[lane] : neutral, op);
+    return reduce_lanes(lane < kWarps ? partials[lane] : neutral, op);
   }
 };
 
@@ -71,12 +71,12 @@ struct LanePerRow {
   __device__ static int first() { return static_cast<int>(threadIdx.x) / kWarpSize; }
   template <class Op>
   __device__ __forceinline__ static double reduce(double x, double, Op op) {
-    __shared__ double parts[kThreads];
-    __syncthreads();  // the parts of the reduction before have been read
-    parts[threadIdx.x] = x;
+    __shared__ double partials[kThreads];
+    __syncthreads();  // the partials of the reduction before have been read
+    partials[threadIdx.x] = x;
     __syncthreads();
-    x = parts[row()];
-    for (int other = row() + kWarpSize; other < kThreads; other += kWarpSize) x = op(x, parts[other]);
+    x = partials[row()];
+    for (int other = row() + kWarpSize; other < kThreads; other += kWarpSize) x = op(x, partials[other]);
     return x;
   }
 };
@@ -155,8 +155,8 @@ template <class Group>
 __device__ __forceinline__ bool is_leader(const Coord& coord) {
   return coord.exists && Group::first() == 0;
 }
-__device__ __forceinline__ double row_value(const void* numbers, const Coord& coord) {
-  return numbers && coord.exists ? static_cast<const double*>(numbers)[coord.index] : 0;
+__device__ __forceinline__ double row_value(const void* scalars, const Coord& coord) {
+  return scalars && coord.exists ? static_cast<const double*>(scalars)[coord.index] : 0;
 }
 
 // ---- softmax ---------------------------------------------------------------------------------------------------------------
@@ -326,14 +326,14 @@ struct ProbabilityLossBackward {
     const State state = row.state();
     const double a_sum = row.sum([&](int64_t c, double) { return a(c, target[c * stride]); });
     const double grad_loss = grad_loss_of(problem, coord);
-    const double loss_part = problem.classes == 1 ? grad_loss - grad_loss : grad_loss;  // the loss of one class is 0
-    const double scale = loss_part * a_sum + row_value(problem.grad_lse, coord), inverse = state.inverse_sum();
+    const double loss_scale = problem.classes == 1 ? grad_loss - grad_loss : grad_loss;  // the loss of one class is 0
+    const double scale = loss_scale * a_sum + row_value(problem.grad_lse, coord), inverse = state.inverse_sum();
     if (problem.grad_target.data)
       row.write(problem.grad_target, coord,
                 [&](int64_t c, double x) { return grad_loss * (a.confidence * a.weight_of(c)) * -state.log_probability(x); });
     row.write(problem.grad_input, coord, [&](int64_t c, double x) {
       // The product is rounded like the scale, which it cancels where p_c is 1 and a_c the whole sum.
-      return scale * (state.weight(x) * inverse) - __dmul_rn(loss_part, a(c, target[c * stride]));
+      return scale * (state.weight(x) * inverse) - __dmul_rn(loss_scale, a(c, target[c * stride]));
     });
   }
 };

@@ -1,4 +1,4 @@
-// logsumexp on CUDA, forward and backward: one number per row. As in softmax.cu, an operator says what it computes of one row.
+// logsumexp on CUDA, forward and backward: one scalar per row. As in softmax.cu, an operator says what it computes of one row.
 #include "dispatch.cuh"
 #include "rows.h"
 
@@ -37,15 +37,15 @@ struct LogSumExp : OneTensorOp {
     if (row.is_leader()) write_lse<T>(problem, row.coord().index, state);
   }
   template <class T>
-  __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedPieces& merged, float) {
+  __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedSlices& merged, float) {
     write_lse<T>(problem, coord.index, merged.resolve_infinity());
   }
 };
 
 // grad_input = grad_lse * softmax(x).
 struct LogSumExpBackward : OneTensorOp {
-  static constexpr bool kNumbers = true;
-  static RowNumbers numbers(const RowProblem& problem) {
+  static constexpr bool kRowScalars = true;
+  static RowScalars scalars(const RowProblem& problem) {
     return {problem.grad_lse, static_cast<unsigned>(size_of(problem.result_dtype))};
   }
   // The gradient of lse, in float or in T as result_dtype says.
@@ -53,8 +53,8 @@ struct LogSumExpBackward : OneTensorOp {
   __device__ __forceinline__ static float grad_of(const RowProblem& problem, const Reader& reader) {
     if (!reader.coord.exists) return 0;
     if (sizeof(T) == sizeof(float) || problem.result_dtype == DType::kFloat32)
-      return row_number<float>(reader, problem.grad_lse);
-    return widen(row_number<T>(reader, problem.grad_lse));
+      return row_scalar<float>(reader, problem.grad_lse);
+    return widen(row_scalar<T>(reader, problem.grad_lse));
   }
   template <class Result, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
@@ -86,11 +86,11 @@ void logsumexp_backward(const RowProblem& problem, CUstream_st* stream) {
 }
 
 int64_t reduce_workspace(const RowProblem& problem) {
-  const int64_t split = workspace_of_rows(problem, problem.dtype, 1, true);
-  if (split == 0) return 0;
-  const PiecedProblem pieced = problem.dtype == DType::kFloat32 ? pipelined_row_pieces(problem, Type<float>{})
-                                                                : pipelined_row_pieces(problem, Type<__half>{});
-  return std::max(split, pieced.total_pieces * static_cast<int64_t>(sizeof(Partial)));
+  const int64_t multi_cta = workspace_of_rows(problem, problem.dtype, 1, true);
+  if (multi_cta == 0) return 0;
+  const SlicedProblem sliced = problem.dtype == DType::kFloat32 ? pipelined_row_slices(problem, Type<float>{})
+                                                                : pipelined_row_slices(problem, Type<__half>{});
+  return std::max(multi_cta, sliced.total_slices * static_cast<int64_t>(sizeof(Partial)));
 }
 
 }  // namespace flash_online::cuda

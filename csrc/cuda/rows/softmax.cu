@@ -29,7 +29,7 @@ struct Softmax : OneTensorOp {
 // digits: there s is a mean in two floats.
 struct SoftmaxBackward {
   static constexpr int kTensors = 2;
-  static constexpr bool kReduces = false, kSecondSum = false, kRare = false, kNumbers = false;
+  static constexpr bool kReduces = false, kSecondSum = false, kRare = false, kRowScalars = false;
   static constexpr bool kTargets = false, kSumsLosses = false;
   __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int i) {
     return i == 0 ? problem.grad : problem.output;
@@ -44,16 +44,16 @@ struct SoftmaxBackward {
     return std::is_same_v<typename Reader::Element, float> && !problem.log;
   }
   template <class Reader>
-  __device__ static void part(const RowProblem& problem, const Reader& reader) {
+  __device__ static void store_partial(const RowProblem& problem, const Reader& reader) {
     if (takes_mean<Reader>(problem))
       reader.read(problem.grad).store_mean_by(reader.template read<1>(problem.output));
     else
       reader.read(problem.grad).store_sum(reader.template read<1>(problem.output), 0, Term{problem.log});
   }
-  // The sum of float32's gradients may cancel, and be multiplied by a probability close to 1. Split rows compensate theirs.
+  // The sum of float32's gradients may cancel, and be multiplied by a probability close to 1. Multi-CTA rows compensate theirs.
   template <class Reader, class Row>
   __device__ __forceinline__ static float sum_of(const RowProblem& problem, const Row& grad, const Row& output) {
-    if constexpr (std::is_same_v<typename Reader::Element, float> && !Reader::kSplit)
+    if constexpr (std::is_same_v<typename Reader::Element, float> && !Reader::kMultiCta)
       return grad.template precise_sum<0>([](int64_t, float g) { return TwoFloats{g}; }).value();
     else
       return grad.template sum_with<0>(output, Term{problem.log});

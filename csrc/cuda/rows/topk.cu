@@ -3,8 +3,8 @@
 //
 //   k <= 32, contiguous rows   candidates above a threshold are collected in shared memory (topk_candidates.cuh)
 //     up to 2048 vectors         topk_register_kernel: a CTA holds its row in registers
-//     longer                     topk_pipelined_kernel: CTAs stream rows through a pipeline, long rows in pieces;
-//                                topk_merge_kernel merges the pieces' results. The threshold is raised whenever the elements
+//     longer                     topk_pipelined_kernel: CTAs stream rows through a pipeline, long rows in slices;
+//                                topk_merge_kernel merges the slices' results. The threshold is raised whenever the elements
 //                                seen have doubled.
 //   else                       topk_sort_kernel: a CTA collects keys in shared memory and sorts them when there are 4096. For
 //                              k > 2048 it reads the row once for every 2048 of the k, and looks only for smaller keys than
@@ -113,51 +113,51 @@ template <class T>
 using TopkPipeline = PipelineShape<T, kPipelineThreads, kPipelineVectors, kPipelineStages>;
 
 template <class T>
-PiecedProblem topk_pieces(const RowProblem& problem, Type<T>) {
-  // Up to 8 chunks a row stays whole: to write a piece's keys and to merge them would take too much of the time of a short row.
-  return cut_into_pieces(problem, TopkPipeline<T>::kClasses, 8, 4, 128);
+SlicedProblem topk_slices(const RowProblem& problem, Type<T>) {
+  // Up to 8 chunks a row stays whole: to write a slice's keys and to merge them would take too much of the time of a short row.
+  return cut_into_slices(problem, TopkPipeline<T>::kClasses, 8, 4, 128);
 }
-PiecedProblem topk_pieces(const RowProblem& problem) {
-  return problem.dtype == DType::kFloat32 ? topk_pieces(problem, Type<float>{}) : topk_pieces(problem, Type<__half>{});
+SlicedProblem topk_slices(const RowProblem& problem) {
+  return problem.dtype == DType::kFloat32 ? topk_slices(problem, Type<float>{}) : topk_slices(problem, Type<__half>{});
 }
 
-// The workspace has 32 keys per piece, then a state per piece.
-struct PieceState {
+// The workspace has 32 keys per slice, then a state per slice.
+struct SliceState {
   float max, sum;
 };
-int64_t topk_workspace_bytes(int64_t pieces) {
-  return pieces * static_cast<int64_t>(sizeof(PieceState) + kWarpSize * sizeof(Key));
+int64_t topk_workspace_bytes(int64_t slices) {
+  return slices * static_cast<int64_t>(sizeof(SliceState) + kWarpSize * sizeof(Key));
 }
-__device__ __forceinline__ Key* piece_keys(const PiecedProblem& pieced) { return static_cast<Key*>(pieced.problem.workspace); }
-__device__ __forceinline__ PieceState* piece_states(const PiecedProblem& pieced) {
-  return reinterpret_cast<PieceState*>(piece_keys(pieced) + pieced.total_pieces * kWarpSize);
+__device__ __forceinline__ Key* slice_keys(const SlicedProblem& sliced) { return static_cast<Key*>(sliced.problem.workspace); }
+__device__ __forceinline__ SliceState* slice_states(const SlicedProblem& sliced) {
+  return reinterpret_cast<SliceState*>(slice_keys(sliced) + sliced.total_slices * kWarpSize);
 }
 
 // Called if a chunk has more candidates than there is room for, as with equal elements. Searches the chunk again, one element
 // per thread at a time, and keeps the k largest. The candidates of earlier chunks are still stored, before this chunk's.
 // The caller has barriers before and after.
 template <class T>
-__device__ __forceinline__ void search_chunk_again(Candidates<kPipelineThreads>& candidates, const Piece<T>& piece, int begin,
+__device__ __forceinline__ void search_chunk_again(Candidates<kPipelineThreads>& candidates, const Slice<T>& slice, int begin,
                                                    const AboveThreshold& above, int k) {
   constexpr int kCapacity = Candidates<kPipelineThreads>::kCapacity, kClasses = TopkPipeline<T>::kClasses;
   int before = 0;  // candidates of earlier chunks
   for (int i = threadIdx.x; i < kCapacity; i += kPipelineThreads)
     before +=
-        __syncthreads_count(index_of(candidates.keys[i]) - static_cast<unsigned>(piece.first) < static_cast<unsigned>(begin));
+        __syncthreads_count(index_of(candidates.keys[i]) - static_cast<unsigned>(slice.first) < static_cast<unsigned>(begin));
   if (threadIdx.x == 0) candidates.count = before;
   __syncthreads();
-  const int end = piece.classes - begin < kClasses ? piece.classes : begin + kClasses;
-  push_all_candidates(candidates, piece.data, begin, end, static_cast<unsigned>(piece.first), above, k);
+  const int end = slice.classes - begin < kClasses ? slice.classes : begin + kClasses;
+  push_all_candidates(candidates, slice.data, begin, end, static_cast<unsigned>(slice.first), above, k);
 }
 
-// Ranks the candidates after the `last` chunk of a piece; after another chunk, drops all but the k largest and raises the
+// Ranks the candidates after the `last` chunk of a slice; after another chunk, drops all but the k largest and raises the
 // threshold. The caller has a barrier before.
 template <class T>
-__device__ __forceinline__ void reduce_candidates(Candidates<kPipelineThreads>& candidates, const Piece<T>& piece, int begin,
+__device__ __forceinline__ void reduce_candidates(Candidates<kPipelineThreads>& candidates, const Slice<T>& slice, int begin,
                                                   bool last, AboveThreshold& above, int k) {
   const int count = candidates.count;
   if (count > Candidates<kPipelineThreads>::kCapacity) {
-    search_chunk_again(candidates, piece, begin, above, k);
+    search_chunk_again(candidates, slice, begin, above, k);
     above = AboveThreshold(candidates.threshold, k);
   } else if (last) {
     rank_candidates(candidates, count, k);
@@ -168,21 +168,21 @@ __device__ __forceinline__ void reduce_candidates(Candidates<kPipelineThreads>& 
   }
 }
 
-// Persistent CTAs take piece after piece. All threads consume a chunk together; one thread of the last warp is the producer,
+// Persistent CTAs take slice after slice. All threads consume a chunk together; one thread of the last warp is the producer,
 // because the first warp writes results meanwhile.
 template <class T, class R>
 __global__ void __launch_bounds__(kPipelineThreads, kPipelineCtasPerSm)
-    topk_pipelined_kernel(const __grid_constant__ PiecedProblem pieced) {
+    topk_pipelined_kernel(const __grid_constant__ SlicedProblem sliced) {
   using Shape = TopkPipeline<T>;
   using Chunk = PipelineChunk<Shape>;
   constexpr int kMany = Candidates<kPipelineThreads>::kCapacity / 2;  // candidates from which on the threshold is raised
   extern __shared__ __align__(128) uint4 all_shared[];
   __shared__ Candidates<kPipelineThreads> candidates;
   __shared__ uint64_t full[kPipelineStages];
-  const RowProblem& problem = pieced.problem;
+  const RowProblem& problem = sliced.problem;
   const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize, k = static_cast<int>(problem.k);
   const bool is_producer = kHasBulkCopy && thread == kPipelineThreads - kWarpSize;
-  ChunkLoader<Shape> loader(pieced, all_shared, full, blockIdx.x, gridDim.x);
+  ChunkLoader<Shape> loader(sliced, all_shared, full, blockIdx.x, gridDim.x);
   launch_dependents();
   grid_dependency_wait();
   if constexpr (kHasBulkCopy) {
@@ -193,15 +193,15 @@ __global__ void __launch_bounds__(kPipelineThreads, kPipelineCtasPerSm)
     __syncthreads();
   }
   PipelineState<kPipelineStages> pipeline;
-  const unsigned all = static_cast<unsigned>(pieced.total_pieces);
+  const unsigned all = static_cast<unsigned>(sliced.total_slices);
   for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {
-    const Piece<T> piece(pieced, index);
-    const unsigned offset = static_cast<unsigned>(piece.first);
+    const Slice<T> slice(sliced, index);
+    const unsigned offset = static_cast<unsigned>(slice.first);
     RowState state;
     AboveThreshold above(0, k);
 #pragma unroll 1
-    for (int begin = 0, n = 1; begin < piece.classes; begin += Shape::kClasses, ++n) {
-      const Chunk chunk{all_shared + pipeline.stage * Shape::kStageVectors, piece.data + begin, piece.classes - begin};
+    for (int begin = 0, n = 1; begin < slice.classes; begin += Shape::kClasses, ++n) {
+      const Chunk chunk{all_shared + pipeline.stage * Shape::kStageVectors, slice.data + begin, slice.classes - begin};
       uint4 v[kPipelineVectors];
       if constexpr (kHasBulkCopy) wait(&full[pipeline.stage], pipeline.parity);
       chunk.read(v);
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kPipelineThreads, kPipelineCtasPerSm)
       int found = 0;
       for (; with_candidates != 0; with_candidates &= with_candidates - 1) {
         const int i = __ffs(static_cast<int>(with_candidates)) - 1, c = begin + Chunk::first_class_of(i);
-        found = max(found, push_candidates<T>(candidates, chunk.select(v, i), c, piece.classes, offset, above));
+        found = max(found, push_candidates<T>(candidates, chunk.select(v, i), c, slice.classes, offset, above));
       }
       // After this barrier the stage has been read and can be refilled.
       const bool many = __syncthreads_or(found > kMany);
@@ -241,23 +241,23 @@ __global__ void __launch_bounds__(kPipelineThreads, kPipelineCtasPerSm)
         if (is_producer) loader.load(pipeline.stage);
         pipeline.advance();
       }
-      // Raise the threshold, or rank the piece's candidates at its end.
-      const bool last = begin + Shape::kClasses >= piece.classes, doubled = n > 1 && (n & (n - 1)) == 0;
+      // Raise the threshold, or rank the slice's candidates at its end.
+      const bool last = begin + Shape::kClasses >= slice.classes, doubled = n > 1 && (n & (n - 1)) == 0;
       if (!last && !many && !doubled) continue;
-      reduce_candidates(candidates, piece, begin, last, above, k);
+      reduce_candidates(candidates, slice, begin, last, above, k);
     }
     state = merge_states(candidates, state);
     if (warp != 0) continue;
-    if (pieced.pieces_per_row == 1) {
-      write_topk<R>(problem, piece.coord, state, candidates.best[lane]);
+    if (sliced.slices_per_row == 1) {
+      write_topk<R>(problem, slice.coord, state, candidates.best[lane]);
     } else {
-      piece_keys(pieced)[int64_t{index} * kWarpSize + lane] = lane < k ? candidates.best[lane] : kNoKey;
-      if (lane == 0) piece_states(pieced)[index] = {state.max, state.sum};
+      slice_keys(sliced)[int64_t{index} * kWarpSize + lane] = lane < k ? candidates.best[lane] : kNoKey;
+      if (lane == 0) slice_states(sliced)[index] = {state.max, state.sum};
     }
   }
 }
 
-// ---- k <= 32, merging the pieces of a row
+// ---- k <= 32, merging the slices of a row
 
 __device__ __forceinline__ Key exchange(Key key, int step, bool keep_larger) {
   const Key other = __shfl_xor_sync(~0u, key, step);
@@ -278,18 +278,18 @@ constexpr int kMergeThreads = 256, kMergeWarps = kMergeThreads / kWarpSize;
 
 // One CTA per row.
 template <class R>
-__global__ void __launch_bounds__(kMergeThreads) topk_merge_kernel(const __grid_constant__ PiecedProblem pieced) {
+__global__ void __launch_bounds__(kMergeThreads) topk_merge_kernel(const __grid_constant__ SlicedProblem sliced) {
   __shared__ Key merged[kMergeWarps][kWarpSize];
-  const int64_t first = int64_t{blockIdx.x} * pieced.pieces_per_row;
-  const Key* lists = piece_keys(pieced) + first * kWarpSize;
-  const PieceState* states = piece_states(pieced) + first;
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, pieces = static_cast<int>(pieced.pieces_per_row);
+  const int64_t first = int64_t{blockIdx.x} * sliced.slices_per_row;
+  const Key* lists = slice_keys(sliced) + first * kWarpSize;
+  const SliceState* states = slice_states(sliced) + first;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, slices = static_cast<int>(sliced.slices_per_row);
   grid_dependency_wait();
   RowState state;
-  for (int i = threadIdx.x; i < pieces; i += kMergeThreads) state.merge(RowState{states[i].max, states[i].sum});
+  for (int i = threadIdx.x; i < slices; i += kMergeThreads) state.merge(RowState{states[i].max, states[i].sum});
   Key key = kNoKey;
 #pragma unroll 4
-  for (int i = warp; i < pieces; i += kMergeWarps) key = merge_sorted(key, lists[i * kWarpSize + lane]);
+  for (int i = warp; i < slices; i += kMergeWarps) key = merge_sorted(key, lists[i * kWarpSize + lane]);
   state = RegisterRowGroup<kMergeThreads, kMergeThreads>::merge_warps<0>(merge_lanes<kWarpSize>(state));
 #pragma unroll
   for (int half = kMergeWarps / 2; half > 0; half /= 2) {
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(kMergeThreads) topk_merge_kernel(const __grid_
     __syncthreads();
     if (warp < half) key = merge_sorted(key, merged[warp + half][lane]);
   }
-  if (warp == 0) write_topk<R>(pieced.problem, row_coord(pieced.problem, blockIdx.x), state, key);
+  if (warp == 0) write_topk<R>(sliced.problem, row_coord(sliced.problem, blockIdx.x), state, key);
 }
 
 // ---- any k, any strides
@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(kSortThreads, 2) topk_sort_kernel(const __grid
 // True if a problem can be searched by candidates.
 bool uses_candidates(const RowProblem& problem) {
   return problem.k <= kMaxSelected && classes_are_contiguous(problem, {problem.input.stride[1]}) &&
-         topk_pieces(problem).is_countable();
+         topk_slices(problem).is_countable();
 }
 
 template <class T, class R>
@@ -411,10 +411,10 @@ void launch_topk(const RowProblem& problem, cudaStream_t stream) {
     launch.template operator()<128, 16>();
   } else {
     static PersistentKernel kernel(topk_pipelined_kernel<T, R>, kPipelineThreads, TopkPipeline<T>::kBytes);
-    const PiecedProblem pieced = topk_pieces(problem);
-    kernel.launch_all(pieced, pieced.total_pieces, true, stream);
-    if (pieced.pieces_per_row > 1)
-      launch_dependent(topk_merge_kernel<R>, pieced, static_cast<unsigned>(rows), kMergeThreads, stream);
+    const SlicedProblem sliced = topk_slices(problem);
+    kernel.launch_all(sliced, sliced.total_slices, true, stream);
+    if (sliced.slices_per_row > 1)
+      launch_dependent(topk_merge_kernel<R>, sliced, static_cast<unsigned>(rows), kMergeThreads, stream);
   }
   check_launch("topk_softmax");
 }
@@ -423,8 +423,8 @@ void launch_topk(const RowProblem& problem, cudaStream_t stream) {
 
 int64_t topk_workspace(const RowProblem& problem) {
   if (!uses_candidates(problem)) return 0;
-  const PiecedProblem pieced = topk_pieces(problem);
-  return pieced.pieces_per_row > 1 ? topk_workspace_bytes(pieced.total_pieces) : 0;
+  const SlicedProblem sliced = topk_slices(problem);
+  return sliced.slices_per_row > 1 ? topk_workspace_bytes(sliced.total_slices) : 0;
 }
 
 void topk_softmax(const RowProblem& problem, CUstream_st* stream) {

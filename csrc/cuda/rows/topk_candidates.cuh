@@ -106,7 +106,7 @@ struct AboveThreshold {
 };
 
 // Adds those elements of a vector that are above the threshold, if there is room. The vector holds the classes c, c + 1, ... of
-// the piece that is searched; class 0 of the piece is class `offset` of the row. Returns the count of candidates, or 0 if it
+// the slice that is searched; class 0 of the slice is class `offset` of the row. Returns the count of candidates, or 0 if it
 // added none.
 template <class T, int kThreads>
 __device__ __forceinline__ int push_candidates(Candidates<kThreads>& candidates, const uint4& v, int c, int classes,

@@ -13,7 +13,7 @@ struct CachedOnCpu : Cpu {
     const cpu::AttentionKernels& kernels = cpu::kernels().attention;
     const int64_t rows = problem.query_starts ? problem.total_queries : problem.batch * problem.queries;
     const int64_t most_items =
-        std::max<int64_t>(rows, 1) * problem.heads * (capacity_of(problem.cache) / kKeysPerSplitBlock + 1);
+        std::max<int64_t>(rows, 1) * problem.heads * (capacity_of(problem.cache) / kKeysPerKvSplitBlock + 1);
     kernels.cached(problem, CpuExecutor(most_items, kernels.cached_memory(problem), like));
   }
   static void append(const AppendProblem& problem, const Tensor& like) {

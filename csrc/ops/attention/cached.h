@@ -28,9 +28,9 @@ struct AppendInputs {
       &cosines, &sines, &offsets, &key_scale, &value_scale;
 };
 
-// Checks an array that the device reads: `count` numbers of `type`, one per sequence, or any count if `count` is below 0.
-inline void check_numbers(const std::optional<Tensor>& tensor, const char* name, int64_t count, const Tensor& like,
-                          ScalarType type = ScalarType::Int) {
+// Checks an array that the device reads: `count` elements of `type`, one per sequence, or any count if `count` is below 0.
+inline void check_array(const std::optional<Tensor>& tensor, const char* name, int64_t count, const Tensor& like,
+                        ScalarType type = ScalarType::Int) {
   if (!tensor) return;
   check_device(*tensor, name, like, "the cache");
   check(tensor->scalar_type() == type, name, ": expected dtype ", torch::headeronly::toString(type), ", got ",
@@ -39,7 +39,7 @@ inline void check_numbers(const std::optional<Tensor>& tensor, const char* name,
         "], contiguous, got ", shape_of(*tensor));
 }
 
-inline const int32_t* numbers_of(const std::optional<Tensor>& tensor) {
+inline const int32_t* array_of(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr<int32_t>() : nullptr;
 }
 
@@ -71,9 +71,9 @@ inline void check_pool(const Tensor& key, const Tensor& value, ScalarType type, 
   const bool narrow = type == ScalarType::Half || type == ScalarType::BFloat16;
   check(cache_type == type || (narrow && is_float8(cache_type)), "key_cache: expected query's dtype, ", name_of(type),
         ", or float8 if that has 16 bits, got ", name_of(cache_type));
-  check_numbers(lengths, "cache_seqlens", batch, key);
-  check_numbers(left, "leftpad", batch, key);
-  check_numbers(rows, "cache_batch_idx", batch, key);
+  check_array(lengths, "cache_seqlens", batch, key);
+  check_array(left, "leftpad", batch, key);
+  check_array(rows, "cache_batch_idx", batch, key);
   if (table) {
     check_device(*table, "block_table", key, "key_cache");
     check(table->scalar_type() == ScalarType::Int && table->dim() == 2 && (table->size(1) <= 1 || table->stride(1) == 1),
@@ -102,13 +102,13 @@ inline CacheView cache_view_of(const Tensor& key, ScalarType type, const std::op
                   .entries = empty   ? 0
                              : table ? table->size(1)
                                      : 1,
-                  .table = numbers_of(table),
+                  .table = array_of(table),
                   .table_rows = table ? table->size(0) : 0,
                   .table_stride = table ? table->stride(0) : 0,
-                  .rows = numbers_of(rows),
-                  .lengths = numbers_of(lengths),
-                  .left = numbers_of(left),
-                  .new_starts = numbers_of(new_starts),
+                  .rows = array_of(rows),
+                  .lengths = array_of(lengths),
+                  .left = array_of(left),
+                  .new_starts = array_of(new_starts),
                   .new_keys = new_keys,
                   .dtype = cache_dtype_of(key, type)};
   const auto set_scale = [](const std::optional<Tensor>& scale, const float*& data, int64_t (&stride)[2]) {
@@ -152,7 +152,7 @@ inline int64_t batch_of(const Tensor& rows, const std::optional<Tensor>& starts)
 }
 
 inline void check_starts_of(const std::optional<Tensor>& starts, const char* name, const Tensor& like) {
-  check_numbers(starts, name, -1, like);
+  check_array(starts, name, -1, like);
   check(!starts || starts->size(0) > 0, name, ": expected [sequences + 1], got ", starts ? shape_of(*starts) : shape_of(like));
 }
 
@@ -172,7 +172,7 @@ void check_cached(const CachedInputs& in, const CachedOptions& options) {
         Size{in.query, packed ? 2 : 3}, ", got ", Size{in.key_cache, 3});
   check(heads == 0 ? key_heads == 0 : key_heads > 0 && heads % key_heads == 0,
         "key_cache: expected a number of heads that divides query's, ", heads, ", got ", key_heads);
-  check_numbers(in.query_lengths, "seqused_q", batch, in.query);
+  check_array(in.query_lengths, "seqused_q", batch, in.query);
   check_starts_of(in.new_starts, "cu_seqlens_new", in.query);
   check(!in.new_starts || in.new_starts->size(0) == batch + 1, "cu_seqlens_new: expected [", batch + 1, "], got ",
         in.new_starts ? shape_of(*in.new_starts) : shape_of(in.query));
@@ -217,10 +217,10 @@ AttentionProblem cached_problem(const CachedInputs& in, const CachedOptions& opt
   problem.lse_stride[1] = packed ? problem.total_queries : problem.queries;
   problem.cache = cache_view_of(in.key_cache, in.query.scalar_type(), in.lengths, in.left, in.rows, in.block_table,
                                 in.new_starts, options.new_keys, in.key_scale, in.value_scale);
-  problem.cache.splits = options.splits;
-  problem.cache.query_lengths = numbers_of(in.query_lengths);
+  problem.cache.kv_splits = options.splits;
+  problem.cache.query_lengths = array_of(in.query_lengths);
   problem.keys = capacity_of(problem.cache);
-  problem.query_starts = numbers_of(in.query_starts);
+  problem.query_starts = array_of(in.query_starts);
   problem.visible = {options.window_left, options.window_right, 0};
   problem.lower_right = options.lower_right;
   problem.scale = scale_of(options.scale, problem.head_dim);
@@ -256,7 +256,7 @@ void check_append(const AppendInputs& in) {
   check_cached_dtype<Device>(first, in.key ? "key" : "query");
   check_starts_of(in.new_starts, "cu_seqlens_new", in.key_cache);
   check_starts_of(in.query_starts, "cu_seqlens_q", in.key_cache);
-  if (in.slots) check_numbers(in.slots, "slots", -1, in.key_cache, ScalarType::Long);
+  if (in.slots) check_array(in.slots, "slots", -1, in.key_cache, ScalarType::Long);
   check_pool(in.key_cache, in.value_cache, type, in.slots ? in.slots->size(0) : batch_of(in), !in.slots, in.lengths, in.left,
              in.rows, in.block_table, in.key_scale, in.value_scale);
   const int64_t batch = batch_of(in), head_dim = in.key_cache.size(3);
@@ -286,7 +286,7 @@ void check_append(const AppendInputs& in) {
             in.cosines->stride(0) == in.sines->stride(0) && in.cosines->stride(1) == in.sines->stride(1),
         "rotary: expected cos and sin [positions, width / 2] of one dtype and layout, got ", shape_of(*in.cosines));
   check_floating(*in.cosines, "rotary");
-  check_numbers(in.offsets, "rotary offsets", in.slots ? in.slots->size(0) : batch, in.key_cache);
+  check_array(in.offsets, "rotary offsets", in.slots ? in.slots->size(0) : batch, in.key_cache);
 }
 
 inline AppendProblem append_problem(const AppendInputs& in, bool interleaved, bool queries_advance, const Tensor& rotated) {
@@ -317,7 +317,7 @@ inline AppendProblem append_problem(const AppendInputs& in, bool interleaved, bo
     problem.pairs = in.cosines->size(1);
     for (int64_t i = 0; i < 2; ++i) problem.rotary_stride[i] = in.cosines->stride(i);
   }
-  problem.offsets = numbers_of(in.offsets);
+  problem.offsets = array_of(in.offsets);
   problem.interleaved = interleaved;
   if (in.query) {
     const bool packed_queries = queries_are_packed(in);
@@ -326,7 +326,7 @@ inline AppendProblem append_problem(const AppendInputs& in, bool interleaved, bo
     problem.total_queries = packed_queries ? in.query->size(0) : 0;
     problem.query = view_of<ConstView4>(*in.query, packed_queries);
     problem.rotated = view_of<MutableView4>(rotated, packed_queries);
-    problem.query_starts = numbers_of(in.query_starts);
+    problem.query_starts = array_of(in.query_starts);
     problem.queries_advance = queries_advance;
   }
   return problem;

@@ -119,7 +119,7 @@ struct PassTensors {
   const Tensor* wide_delta = nullptr;  // like lse, in float64
 };
 
-// The common part of dense and packed calls. A call refers to the tensors of its inputs.
+// What dense and packed calls have in common. A call refers to the tensors of its inputs.
 class AttentionCall {
  public:
   const AttentionInputs& inputs() const { return in_; }

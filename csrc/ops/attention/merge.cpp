@@ -10,12 +10,12 @@ namespace {
 
 // The partial results that a merge is given, checked and flattened to rows.
 template <class Device>
-struct Parts {
-  std::vector<Tensor> held;  // the tensors that `part` points into
-  std::vector<MergePart> part;
+struct Partials {
+  std::vector<Tensor> held;  // the tensors that `partial` points into
+  std::vector<MergePartial> partial;
   MergeProblem problem;
 
-  Parts(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses) {
+  Partials(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses) {
     check(!outs.empty(), "outs: expected at least one partial result, got none");
     check(outs.size() == lses.size(), "lses: expected one for each of the ", outs.size(), " outs, got ", lses.size());
     const Tensor& first = outs[0];
@@ -25,7 +25,7 @@ struct Parts {
     problem.head_dim = first.size(first.dim() - 1);
     problem.rows = 1;
     for (int64_t i = 0; i + 1 < first.dim(); ++i) problem.rows *= first.size(i);
-    problem.parts = static_cast<int64_t>(outs.size());
+    problem.partials = static_cast<int64_t>(outs.size());
     std::vector<int64_t> leading = sizes_of(first);
     leading.pop_back();
     take_lse_strides(lses);
@@ -39,12 +39,12 @@ struct Parts {
             shape_of(lses[n]));
       held.push_back(as_contiguous(outs[n]));
       held.push_back(problem.inner_rows > 1 ? lses[n] : as_contiguous(lses[n]));
-      part.push_back({.out = held[2 * n].data_ptr(),
-                      .row_stride = problem.head_dim,
-                      .column_stride = 1,
-                      .lse = held[2 * n + 1].data_ptr()});
+      partial.push_back({.out = held[2 * n].data_ptr(),
+                         .row_stride = problem.head_dim,
+                         .column_stride = 1,
+                         .lse = held[2 * n + 1].data_ptr()});
     }
-    problem.part = part.data();
+    problem.partial = partial.data();
   }
 
  private:
@@ -84,12 +84,12 @@ struct MergeOnCuda : Cuda {
 
 template <class Device>
 std::tuple<Tensor, Tensor> attention_merge(std::vector<Tensor> outs, std::vector<Tensor> lses) {
-  Parts<Device> parts(outs, lses);
+  Partials<Device> partials(outs, lses);
   Tensor out = empty(sizes_of(outs[0]), outs[0].scalar_type(), outs[0]),
          lse = empty(sizes_of(lses[0]), lses[0].scalar_type(), lses[0]);
-  parts.problem.out = out.data_ptr();
-  parts.problem.lse = lse.data_ptr();
-  Device::run(parts.problem, out);
+  partials.problem.out = out.data_ptr();
+  partials.problem.lse = lse.data_ptr();
+  Device::run(partials.problem, out);
   return {out, lse};
 }
 
@@ -97,7 +97,7 @@ template <class Device>
 std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_merge_backward(const Tensor& grad_out, const Tensor& grad_lse,
                                                                               std::vector<Tensor> outs,
                                                                               std::vector<Tensor> lses) {
-  Parts<Device> parts(outs, lses);
+  Partials<Device> partials(outs, lses);
   check_device(grad_out, "grad_out", outs[0], "outs[0]");
   check_device(grad_lse, "grad_lse", outs[0], "outs[0]");
   check(sizes_of(grad_out) == sizes_of(outs[0]) && grad_out.scalar_type() == outs[0].scalar_type(),
@@ -109,10 +109,11 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_merge_backward(co
   for (size_t n = 0; n < outs.size(); ++n) {
     grad_outs.push_back(empty(sizes_of(outs[n]), outs[n].scalar_type(), outs[n]));
     grad_lses.push_back(empty(sizes_of(lses[n]), lses[n].scalar_type(), lses[n]));
-    parts.part[n].grad_out = grad_outs[n].data_ptr();
-    parts.part[n].grad_lse = grad_lses[n].data_ptr();
+    partials.partial[n].grad_out = grad_outs[n].data_ptr();
+    partials.partial[n].grad_lse = grad_lses[n].data_ptr();
   }
-  Device::run_backward(parts.problem, {.grad_out = grad_out_rows.data_ptr(), .grad_lse = grad_lse_rows.data_ptr()}, grad_out);
+  Device::run_backward(partials.problem, {.grad_out = grad_out_rows.data_ptr(), .grad_lse = grad_lse_rows.data_ptr()},
+                       grad_out);
   return {grad_outs, grad_lses};
 }
 

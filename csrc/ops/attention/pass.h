@@ -167,9 +167,9 @@ void check_backward(const Call& call, const BackwardInputs& in, bool mask_grad) 
   check_device(grad_lse, "grad_lse", query, "query");
   check_device(lse, "lse", query, "query");
   if (lse_low) check_device(*lse_low, "lse_low", query, "query");
-  for (const Tensor* part : {&lse, lse_low})
-    check(!part || (sizes_of(*part) == call.lse_sizes() && part->is_contiguous() && part->scalar_type() == accumulator),
-          "lse: expected the forward's, got ", shape_of(part ? *part : lse));
+  for (const Tensor* given : {&lse, lse_low})
+    check(!given || (sizes_of(*given) == call.lse_sizes() && given->is_contiguous() && given->scalar_type() == accumulator),
+          "lse: expected the forward's, got ", shape_of(given ? *given : lse));
   if (grad_lse)
     check(sizes_of(*grad_lse) == call.lse_sizes() && grad_lse->scalar_type() == accumulator, "grad_lse: expected lse's shape ",
           shape_of(lse), " and dtype, got ", shape_of(*grad_lse));

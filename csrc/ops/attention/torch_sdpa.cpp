@@ -5,8 +5,8 @@
 // Properties of torch's kernels that a caller may rely on: the causal triangle and windows are aligned at the lower right; lse
 // is float32, [batch, heads, queries] or, packed, [heads, total queries]; results and gradients have the strides of empty_like;
 // rng_state is uint64[2] and `unused` uint64[]. Our rng_state holds the (seed, offset) of our own dropout. A query that sees no
-// key has lse -inf, which marks an empty part for a merge of partial results. The backward pass may get out and lse of more
-// keys than it is given: torch's ring of context_parallel calls it once per part of the keys with the merged out and lse.
+// key has lse -inf, which marks an empty partial for a merge of partial results. The backward pass may get out and lse of more
+// keys than it is given: torch's ring of context_parallel calls it once per shard of the keys with the merged out and lse.
 #include <dlfcn.h>
 
 #include <array>
@@ -290,7 +290,7 @@ ForwardResults run_flash_attention_forward(StableIValue* stack, uint64_t inputs,
                              .window_left = take<std::optional<int64_t>>(stack[kWindowLeft]),
                              .window_right = take<std::optional<int64_t>>(stack[kWindowRight])};
   if (inputs > kNumSplits)
-    take<std::optional<int64_t>>(stack[kNumSplits]);  // keys are never split here: no result depends on it
+    take<std::optional<int64_t>>(stack[kNumSplits]);  // keys are never cut into kv_splits here: no result depends on it
   const bool dense = !packing.cu_seqlens_q;
   const std::optional<Tensor> slopes =
       slopes_of(take<std::optional<Tensor>>(stack[kSlopes]), dense ? query.size(0) : packing.cu_seqlens_q->size(0) - 1);

@@ -55,7 +55,7 @@ void print_shared(const char* device_name, int tensors, const RowDevice& device)
   std::printf("shared memory, compute capability %s, tensors %d", device_name, tensors);
   print_ranges(kMostVectors, [&](int64_t vectors) -> std::string {
     const SharedChoice choice = choose_shared(vectors, tensors, device);
-    if (choice.shape < 0) return "split";
+    if (choice.shape < 0) return "multi-CTA";
     const SharedShape& shape = kSharedShapes[choice.shape];
     return std::to_string(choice.cluster) + " x " + std::to_string(shape.threads) + " threads, room for " +
            std::to_string(shape.vectors);

@@ -43,29 +43,29 @@ __device__ __forceinline__ float finish_row(const AttentionProblem& problem, con
 
 // The partial results of a row: `first`, then one every `step` floats from `others` on. Each holds its outputs, not yet divided
 // by the sum, and at `state` its maximum (base 2) and its sum.
-struct RowParts {
+struct RowPartials {
   const float *first, *others;
   int64_t step;
   int state, count;
-  __device__ __forceinline__ const float* part(int i) const { return i == 0 ? first : others + (i - 1) * step; }
-  __device__ __forceinline__ float2 state_of(int i) const { return *reinterpret_cast<const float2*>(part(i) + state); }
+  __device__ __forceinline__ const float* partial(int i) const { return i == 0 ? first : others + (i - 1) * step; }
+  __device__ __forceinline__ float2 state_of(int i) const { return *reinterpret_cast<const float2*>(partial(i) + state); }
 };
 
-// Merges the parts of rows, one row at a time, with a CTA of kNumWarps warps. Each warp merges a run of parts, with the columns
-// spread over its lanes; then the warps' results are merged in ascending order.
+// Merges the partials of rows, one row at a time, with a CTA of kNumWarps warps. Each warp merges a run of partials, with the
+// columns spread over its lanes; then the warps' results are merged in ascending order.
 template <class Element, int kNumWarps = 4>
 class RowMerge {
  public:
   static constexpr int kWarps = kNumWarps, kThreads = kWarps * kWarpSize;
   static constexpr int kPairs = 2, kColumns = 2 * kPairs * kWarpSize;  // that a warp sums at a time; pairs of a lane
-  static constexpr int kPartsAtOnce = 4;  // that a lane reads before it merges any
+  static constexpr int kPartialsAtOnce = 4;  // that a lane reads before it merges any
   struct Shared {
     float2 states[kWarps], columns[kWarps][kPairs][kWarpSize];
   };
 
   // Merges every `runs`-th run of kColumns columns of the row, from `run` on.
-  __device__ __forceinline__ static void merge(const AttentionProblem& problem, const CachedRow& row, const RowParts& parts,
-                                               Shared& shared, int run = 0, int runs = 1) {
+  __device__ __forceinline__ static void merge(const AttentionProblem& problem, const CachedRow& row,
+                                               const RowPartials& partials, Shared& shared, int run = 0, int runs = 1) {
     const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpSize, lane = thread % kWarpSize;
     float* const lse = static_cast<float*>(problem.lse);
     Element* const out = out_of<Element>(problem, row);
@@ -73,7 +73,7 @@ class RowMerge {
     for (int first = run * kColumns; first == 0 || first < width; first += runs * kColumns) {
       float2 sum[kPairs] = {};
       const ScoreState own =
-          merge_run(parts, parts.count * warp / kWarps, parts.count * (warp + 1) / kWarps, first, width, sum);
+          merge_run(partials, partials.count * warp / kWarps, partials.count * (warp + 1) / kWarps, first, width, sum);
       __syncthreads();  // all have read what was there
       if (lane == 0) shared.states[warp] = {own.max, own.sum};
 #pragma unroll
@@ -95,15 +95,15 @@ class RowMerge {
     }
   }
 
-  // Merges the parts of one row with one warp, without a CTA barrier.
+  // Merges the partials of one row with one warp, without a CTA barrier.
   __device__ __forceinline__ static void merge_by_warp(const AttentionProblem& problem, const CachedRow& row,
-                                                       const RowParts& parts, int run = 0, int runs = 1) {
+                                                       const RowPartials& partials, int run = 0, int runs = 1) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize, width = static_cast<int>(problem.head_dim_v);
     float* const lse = static_cast<float*>(problem.lse);
     Element* const out = out_of<Element>(problem, row);
     for (int first = run * kColumns; first == 0 || first < width; first += runs * kColumns) {
       float2 sum[kPairs] = {};
-      const ScoreState state = merge_run(parts, 0, parts.count, first, width, sum);
+      const ScoreState state = merge_run(partials, 0, partials.count, first, width, sum);
       const bool stores_lse = lse && first == 0 && lane == 0;
       const float scale = finish_row(problem, row, state, stores_lse ? lse + lse_index(problem, row) : nullptr);
 #pragma unroll
@@ -117,27 +117,27 @@ class RowMerge {
 
  private:
   // Parts [begin, end): the state of the row, and the sums of the lane's pairs of the columns from `first` on.
-  __device__ __forceinline__ static ScoreState merge_run(const RowParts& parts, int begin, int end, int first, int columns,
-                                                         float2 (&sum)[kPairs]) {
+  __device__ __forceinline__ static ScoreState merge_run(const RowPartials& partials, int begin, int end, int first,
+                                                         int columns, float2 (&sum)[kPairs]) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     ScoreState state;
 #pragma unroll 1
-    for (int i = begin; i < end; i += kPartsAtOnce) {
-      float2 part[kPartsAtOnce], x[kPartsAtOnce][kPairs] = {};
+    for (int i = begin; i < end; i += kPartialsAtOnce) {
+      float2 partial[kPartialsAtOnce], x[kPartialsAtOnce][kPairs] = {};
 #pragma unroll
-      for (int n = 0; n < kPartsAtOnce; ++n) {
+      for (int n = 0; n < kPartialsAtOnce; ++n) {
         if (i + n >= end) break;
-        part[n] = parts.state_of(i + n);
+        partial[n] = partials.state_of(i + n);
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair)
           if (const int column = first + 2 * (pair * kWarpSize + lane); column < columns)
-            x[n][pair] = *reinterpret_cast<const float2*>(parts.part(i + n) + column);
+            x[n][pair] = *reinterpret_cast<const float2*>(partials.partial(i + n) + column);
       }
 #pragma unroll
-      for (int n = 0; n < kPartsAtOnce; ++n) {
+      for (int n = 0; n < kPartialsAtOnce; ++n) {
         if (i + n >= end) break;
-        const float before = state.raise_max(part[n].x), factor = ScoreState::rescale(part[n].x, state.max);
-        state.add(part[n].y * factor);
+        const float before = state.raise_max(partial[n].x), factor = ScoreState::rescale(partial[n].x, state.max);
+        state.add(partial[n].y * factor);
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair)
           sum[pair] = {fmaf(factor, x[n][pair].x, before * sum[pair].x), fmaf(factor, x[n][pair].y, before * sum[pair].y)};

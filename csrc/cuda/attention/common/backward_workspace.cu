@@ -19,7 +19,7 @@ struct WorkspaceArguments {
   float lowest_score;  // ScoreMod's
   float score_scale = 1;  // ScoreMod's
   float lse_shift = 0, delta_scale = 1;  // see prepare_backward(); of lse in base 2
-  KvGradParts kv_grad_parts = {};
+  KvGradPartials kv_grad_partials = {};
 };
 
 constexpr int kRowThreads = 256;
@@ -31,11 +31,11 @@ template <class Element, class Sum, int kRows>
 __device__ __forceinline__ void dot_rows(const HeadRows<Element>& a, const HeadRows<Element>& b, const int (&rows)[kRows],
                                          Sum (&sums)[kRows]) {
   constexpr int kPer = kPerVector<Element>;
-  const int part = static_cast<int>(threadIdx.x) % kRowLanes;
+  const int lane_of_row = static_cast<int>(threadIdx.x) % kRowLanes;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) sums[r] = 0;
   if (a.vectors && b.vectors && a.columns % kPer == 0) {
-    for (int c = part * kPer; c < a.columns; c += kRowLanes * kPer) {
+    for (int c = lane_of_row * kPer; c < a.columns; c += kRowLanes * kPer) {
       uint4 x[kRows], y[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void dot_rows(const HeadRows<Element>& a, const HeadR
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const Element *const x = a.data + rows[r] * a.row_stride, *const y = b.data + rows[r] * b.row_stride;
-      for (int c = part; c < a.columns; c += kRowLanes)
+      for (int c = lane_of_row; c < a.columns; c += kRowLanes)
         sums[r] += static_cast<Sum>(widen(x[c * a.column_stride])) * widen(y[c * b.column_stride]);
     }
   }
@@ -66,8 +66,8 @@ __device__ __forceinline__ void dot_rows(const HeadRows<Element>& a, const HeadR
 }
 
 // Dot products of sixteen rows of float32 tensors from `first` on, each as a sum of two floats. They are computed on the tensor
-// cores from split floats, as the backward kernels compute grad_out * value: if a query sees a single key, its output is that
-// key's value, and delta must then equal the gradient of the weight to the last digit.
+// cores from the bf16 digits of floats, as the backward kernels compute grad_out * value: if a query sees a single key, its
+// output is that key's value, and delta must then equal the gradient of the weight to the last digit.
 __device__ __forceinline__ void multiply_rows_precisely(const HeadRows<float>& out, const HeadRows<float>& grad_out, int first,
                                                         int queries, float2* products) {
   using F = Fragments<float>;
@@ -81,19 +81,19 @@ __device__ __forceinline__ void multiply_rows_precisely(const HeadRows<float>& o
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first + 8 * half + quad();
-      const auto words_of = [&](const HeadRows<float>& from, int c, unsigned (&words)[F::kPieces]) {
+      const auto words_of = [&](const HeadRows<float>& from, int c, unsigned (&words)[F::kDigits]) {
         const float* const at = from.data + row * from.row_stride + c * from.column_stride;
-        F::split(words, row < queries && c < from.columns ? at[0] : 0,
-                 row < queries && c + 1 < from.columns ? at[from.column_stride] : 0);
+        F::to_digits(words, row < queries && c < from.columns ? at[0] : 0,
+                     row < queries && c + 1 < from.columns ? at[from.column_stride] : 0);
       };
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        unsigned x[F::kPieces], y[F::kPieces];
-        words_of(out, column + 8 * part + 2 * lane_in_quad(), x);
-        words_of(grad_out, column + 8 * part + 2 * lane_in_quad(), y);
+      for (int k_half = 0; k_half < 2; ++k_half) {
+        unsigned x[F::kDigits], y[F::kDigits];
+        words_of(out, column + 8 * k_half + 2 * lane_in_quad(), x);
+        words_of(grad_out, column + 8 * k_half + 2 * lane_in_quad(), y);
 #pragma unroll
-        for (int piece = 0; piece < F::kPieces; ++piece)
-          left[0].words[piece][2 * part + half] = x[piece], right[half].words[piece][part] = y[piece];
+        for (int digit = 0; digit < F::kDigits; ++digit)
+          left[0].words[digit][2 * k_half + half] = x[digit], right[half].words[digit][k_half] = y[digit];
       }
     }
     compensation.multiply(leading, 0, left, right, 0);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void multiply_rows_precisely(const HeadRows<float>& o
   });
 }
 
-// A thread's inputs for its query: lse, its compensation part, and the gradient of lse.
+// A thread's inputs for its query: lse, its low part, and the gradient of lse.
 struct LseInputs {
   float lse = lowest<float>(), lse_low = 0, grad_lse = 0;
 };
@@ -167,17 +167,17 @@ __device__ __forceinline__ void store_as_operand(StatsOperand& to, int query, do
   using Operand = StatsOperand;
   uint16_t (&rows)[Operand::kRows][Operand::kColumns] = to.bits[query / Operand::kColumns];
   const int column = query % Operand::kColumns;
-  const auto store_pieces = [&](int first, int count, double rest) {
+  const auto store_digits = [&](int first, int count, double rest) {
     for (int i = 0; i < count; ++i) {
-      const __nv_bfloat16 piece = __double2bfloat16(rest);
-      rows[first + i][column] = __bfloat16_as_ushort(piece);
-      rest -= static_cast<double>(__bfloat162float(piece));
+      const __nv_bfloat16 digit = __double2bfloat16(rest);
+      rows[first + i][column] = __bfloat16_as_ushort(digit);
+      rest -= static_cast<double>(__bfloat162float(digit));
       if (rest - rest != 0) rest = 0;
     }
   };
-  store_pieces(Operand::kLse, Operand::kLsePieces, lse > kMost ? -kMost : lse < -kMost ? kMost : -lse);
-  store_pieces(Operand::kDelta, Operand::kDeltaPieces, -static_cast<double>(delta));
-  for (int row = Operand::kLse + Operand::kLsePieces; row < Operand::kRows; ++row) rows[row][column] = 0;
+  store_digits(Operand::kLse, Operand::kLseDigits, lse > kMost ? -kMost : lse < -kMost ? kMost : -lse);
+  store_digits(Operand::kDelta, Operand::kDeltaDigits, -static_cast<double>(delta));
+  for (int row = Operand::kLse + Operand::kLseDigits; row < Operand::kRows; ++row) rows[row][column] = 0;
 }
 
 // Writes the row statistics of the thread's query, and returns its share of the gradient of the head's sink. `products` are the
@@ -217,7 +217,7 @@ __device__ __forceinline__ double store_row_stats(const WorkspaceArguments& argu
       is_large = true;
       high = INFINITY, low = delta = delta_low = 0;
     }
-    if (space.sink_parts)
+    if (space.sink_partials)
       sink = -::exp(static_cast<const float*>(problem.sinks)[head] - lse_base2 * kLn2) *
              (static_cast<double>(products[thread]) - inputs.grad_lse);
   }
@@ -243,14 +243,14 @@ __device__ __forceinline__ void mark_large_rows(const LargeRows& large, int64_t 
   if (marks != 0) large.progress->token = large.token;
 }
 
-// Sums the shares of the tile's queries in a fixed order. parts: shared memory.
-__device__ __forceinline__ void store_sink_part(double* to, double sink, double (&parts)[kStatsRows]) {
+// Sums the shares of the tile's queries in a fixed order. shares: shared memory.
+__device__ __forceinline__ void store_sink_partial(double* to, double sink, double (&shares)[kStatsRows]) {
   const int thread = static_cast<int>(threadIdx.x);
-  if (thread < kStatsRows) parts[thread] = sink;
+  if (thread < kStatsRows) shares[thread] = sink;
   __syncthreads();
   if (thread == 0) {
     double sum = 0;
-    for (const double part : parts) sum += part;
+    for (const double share : shares) sum += share;
     *to = sum;
   }
 }
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_backward_kernel(const __g
   const Sequence sequence = sequence_of(problem, batch);
   const int queries = static_cast<int>(sequence.queries.count);
   if (problem.query_starts && coord.block == 0) clear_padding_queries<Element>(problem, gradients, coord);
-  if (space.sink_parts && thread == 0) space.sink_parts[tile] = 0;
+  if (space.sink_partials && thread == 0) space.sink_partials[tile] = 0;
   if (coord.block < 0 || coord.block * kStatsRows >= queries) return mark_large_rows(space.large_rows, tile, false);
 
   const int first = static_cast<int>(coord.block) * kStatsRows;
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_backward_kernel(const __g
   if (space.dq_accum) clear_dq_accum(space, tile);
   const bool precise = kFloat32 && !problem.tf32;  // with fewer digits no bits have to be those of the backward kernels
   // The gradient of a sink is a sum over all queries, which needs every digit of the products.
-  if (!precise || space.sink_parts) multiply_rows(grad_out, out, first, queries, products);
+  if (!precise || space.sink_partials) multiply_rows(grad_out, out, first, queries, products);
   if constexpr (kFloat32)
     if (precise)
       for (int r = thread / kWarpSize * 16; r < kStatsRows; r += kRowThreads / kWarpSize * 16)
@@ -305,28 +305,29 @@ __global__ void __launch_bounds__(kRowThreads) prepare_backward_kernel(const __g
     if (thread < static_cast<int>(sizeof(operand) / sizeof(uint4)))
       reinterpret_cast<uint4*>(space.stats_operand + tile)[thread] = reinterpret_cast<const uint4*>(&operand)[thread];
   }
-  if (space.sink_parts) {
-    __shared__ double parts[kStatsRows];
-    store_sink_part(space.sink_parts + tile, sink, parts);
+  if (space.sink_partials) {
+    __shared__ double shares[kStatsRows];
+    store_sink_partial(space.sink_partials + tile, sink, shares);
   }
 }
 
 constexpr int kConvertTiles = 4;  // tiles of 16 x 8 that a warp converts at a time
 
-// Adds the parts of a cut tile of keys: kConvertTiles * 8 columns of dK or dV by a CTA, 16 keys by a warp.
+// Adds the partials of a cut tile of keys: kConvertTiles * 8 columns of dK or dV by a CTA, 16 keys by a warp.
 template <class Element>
-__device__ __forceinline__ void add_kv_grad_parts(const WorkspaceArguments& arguments, int cta) {
+__device__ __forceinline__ void add_kv_grad_partials(const WorkspaceArguments& arguments, int cta) {
   const AttentionProblem& problem = arguments.problem;
-  const KvGradParts& parts = arguments.kv_grad_parts;
+  const KvGradPartials& partials = arguments.kv_grad_partials;
   constexpr int kColumns = kConvertTiles * 8;
-  const int pieces = (parts.head_dim + parts.head_dim_v) / kColumns, piece = cta % pieces,
+  const int panels = (partials.head_dim + partials.head_dim_v) / kColumns, panel = cta % panels,
             band = static_cast<int>(threadIdx.x) / kWarpSize;
-  if (band * 16 >= parts.keys) return;
-  const bool of_values = piece * kColumns >= parts.head_dim;
-  const int width = of_values ? parts.head_dim_v : parts.head_dim, column = piece * kColumns - (of_values ? parts.head_dim : 0);
-  const TilePart first = parts.cuts.first_part(cta / pieces);
-  const int64_t size = parts.slot_size();
-  const float* from = parts.data + first.slot * size + (of_values ? parts.keys * parts.head_dim : 0) +
+  if (band * 16 >= partials.keys) return;
+  const bool of_values = panel * kColumns >= partials.head_dim;
+  const int width = of_values ? partials.head_dim_v : partials.head_dim,
+            column = panel * kColumns - (of_values ? partials.head_dim : 0);
+  const TilePart first = partials.cuts.first_part(cta / panels);
+  const int64_t size = partials.slot_size();
+  const float* from = partials.data + first.slot * size + (of_values ? partials.keys * partials.head_dim : 0) +
                       (band * (width / 8) + column / 8) * 128 + dq_accum_offset(lane(), 0);
   Accumulator<1, kConvertTiles> sum;
 #pragma unroll
@@ -342,26 +343,27 @@ __device__ __forceinline__ void add_kv_grad_parts(const WorkspaceArguments& argu
       for (int e = 0; e < 4; ++e) sum[0][t][e] += x[e];
     }
   }
-  const TileCoord at = tile_coord(problem, parts.list, first.tile, true, parts.keys, parts.reversed);
+  const TileCoord at = tile_coord(problem, partials.list, first.tile, true, partials.keys, partials.reversed);
   const MutableView4& view = of_values ? arguments.gradients.grad_value : arguments.gradients.grad_key;
-  const int64_t key = at.block * parts.keys;
+  const int64_t key = at.block * partials.keys;
   Element* const to = static_cast<Element*>(view.data) + at.sequence * view.stride[0] + at.head * view.stride[1] +
                       key * view.stride[2] + column * view.stride[3];
   const int64_t exist = of_values ? problem.head_dim_v : problem.head_dim;
   store_rows(sum, of_values ? 1.0f : static_cast<float>(problem.scale), band * 16, to, view.stride[2], view.stride[3],
-             static_cast<int>(min(problem.keys - key, int64_t{parts.keys})), static_cast<int>(exist) - column);
+             static_cast<int>(min(problem.keys - key, int64_t{partials.keys})), static_cast<int>(exist) - column);
 }
 
 // A warp converts four 16 x 8 tiles at a time, which lie one after another in dq_accum and side by side in grad_query.
-// kAddsParts: the first CTAs add parts of dK and dV.
-template <class Element, bool kAddsParts>
+// kAddsPartials: the first CTAs add partials of dK and dV.
+template <class Element, bool kAddsPartials>
 __global__ void __launch_bounds__(kRowThreads) convert_dq_accum_kernel(const __grid_constant__ WorkspaceArguments arguments) {
   const AttentionProblem& problem = arguments.problem;
   const BackwardWorkspace& space = arguments.space;
   grid_dependency_wait();
   const int64_t tile = gridDim.x - 1 - blockIdx.x;
-  if constexpr (kAddsParts)
-    if (tile >= space.list.count()) return add_kv_grad_parts<Element>(arguments, static_cast<int>(tile - space.list.count()));
+  if constexpr (kAddsPartials)
+    if (tile >= space.list.count())
+      return add_kv_grad_partials<Element>(arguments, static_cast<int>(tile - space.list.count()));
   const TileCoord coord = tile_coord(problem, space.list, tile, false, kStatsRows, false);
   const Sequence sequence = sequence_of(problem, coord.sequence);
   const int64_t rows = sequence.queries.count - coord.block * kStatsRows;
@@ -373,10 +375,10 @@ __global__ void __launch_bounds__(kRowThreads) convert_dq_accum_kernel(const __g
   const float scale = static_cast<float>(problem.scale);
   const int head_dim = static_cast<int>(problem.head_dim), row_tiles = static_cast<int>(space.head_dim) / 8;
   constexpr int kTiles = kConvertTiles, kBands = kStatsRows / 16;
-  const int pieces = ceil_div(row_tiles, kTiles);
+  const int chunks = ceil_div(row_tiles, kTiles);
 #pragma unroll 2
-  for (int piece = static_cast<int>(threadIdx.x) / kWarpSize; piece < kBands * pieces; piece += kRowThreads / kWarpSize) {
-    const int band = piece % kBands, first = piece / kBands * kTiles;  // a band is 16 rows; `first` counts its tiles
+  for (int chunk = static_cast<int>(threadIdx.x) / kWarpSize; chunk < kBands * chunks; chunk += kRowThreads / kWarpSize) {
+    const int band = chunk % kBands, first = chunk / kBands * kTiles;  // a band is 16 rows; `first` counts its tiles
     Accumulator<1, kTiles> x;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -388,8 +390,9 @@ __global__ void __launch_bounds__(kRowThreads) convert_dq_accum_kernel(const __g
   }
 }
 
-// One warp per head of a sequence sums the parts of its tiles.
-__global__ void __launch_bounds__(kRowThreads) reduce_sink_parts_kernel(const __grid_constant__ WorkspaceArguments arguments) {
+// One warp per head of a sequence sums the partials of its tiles.
+__global__ void __launch_bounds__(kRowThreads)
+    reduce_sink_partials_kernel(const __grid_constant__ WorkspaceArguments arguments) {
   const AttentionProblem& problem = arguments.problem;
   const int64_t plane = (blockIdx.x * int64_t{kRowThreads} + threadIdx.x) / kWarpSize;
   if (plane >= problem.batch * problem.heads) return;
@@ -397,7 +400,7 @@ __global__ void __launch_bounds__(kRowThreads) reduce_sink_parts_kernel(const __
   const int64_t first = first_row_block(problem, arguments.space.list, batch, head);
   const int64_t count = ceil_div(sequence_of(problem, batch).queries.count, kStatsRows);
   double sum = 0;
-  for (int64_t n = threadIdx.x % kWarpSize; n < count; n += kWarpSize) sum += arguments.space.sink_parts[first + n];
+  for (int64_t n = threadIdx.x % kWarpSize; n < count; n += kWarpSize) sum += arguments.space.sink_partials[first + n];
 #pragma unroll
   for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (threadIdx.x % kWarpSize == 0) static_cast<float*>(arguments.gradients.grad_sinks)[plane] = static_cast<float>(sum);
@@ -423,29 +426,29 @@ void prepare_backward(const AttentionProblem& problem, const AttentionGradients&
 }
 
 void convert_dq_accum(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
-                      CUstream_st* stream, const KvGradParts& parts) {
+                      CUstream_st* stream, const KvGradPartials& partials) {
   if (space.list.count() == 0) return;
-  const int64_t part_ctas = parts.cuts.cut_tiles() * ((parts.head_dim + parts.head_dim_v) / (kConvertTiles * 8));
+  const int64_t partial_ctas = partials.cuts.cut_tiles() * ((partials.head_dim + partials.head_dim_v) / (kConvertTiles * 8));
   visit_element(problem.dtype, [&]<class Element>(Type<Element>) {
     const WorkspaceArguments arguments{.problem = problem,
                                        .gradients = gradients,
                                        .space = space,
                                        .counter = nullptr,
                                        .lowest_score = 0,
-                                       .kv_grad_parts = parts};
+                                       .kv_grad_partials = partials};
     const int64_t tiles = space.list.count();
     if constexpr (sizeof(Element) == 2)
-      if (part_ctas > 0)
-        return launch<convert_dq_accum_kernel<Element, true>>(arguments, tiles + part_ctas, kRowThreads, 0, stream, true);
+      if (partial_ctas > 0)
+        return launch<convert_dq_accum_kernel<Element, true>>(arguments, tiles + partial_ctas, kRowThreads, 0, stream, true);
     launch<convert_dq_accum_kernel<Element, false>>(arguments, tiles, kRowThreads, 0, stream, true);
   });
 }
 
-void reduce_sink_parts(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
-                       CUstream_st* stream) {
+void reduce_sink_partials(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
+                          CUstream_st* stream) {
   const int64_t planes = problem.batch * problem.heads;
   if (planes == 0) return;
-  launch<reduce_sink_parts_kernel>(
+  launch<reduce_sink_partials_kernel>(
       WorkspaceArguments{.problem = problem, .gradients = gradients, .space = space, .counter = nullptr, .lowest_score = 0},
       ceil_div(planes, kRowThreads / kWarpSize), kRowThreads, 0, stream);
 }

@@ -37,8 +37,8 @@ __device__ __forceinline__ unsigned kept_weights(int row, int column, const Drop
   if constexpr (!kTransposed) {
     // The four lanes of a quad hold eight keys of each accumulator, in the rows quad() and quad() + 8: each lane draws a byte.
     const int upper = lane_in_quad() & 1, second = lane_in_quad() / 2, below = kStacked ? second : 0,
-              beside = kStacked ? 0 : second;
-    unsigned drawn = dropout.kept(block.query + row + 16 * below + quad() + 8 * upper, (block.key + column) / 8 + beside)
+              to_right = kStacked ? 0 : second;
+    unsigned drawn = dropout.kept(block.query + row + 16 * below + quad() + 8 * upper, (block.key + column) / 8 + to_right)
                      << 8 * lane_in_quad();
     drawn |= __shfl_xor_sync(~0u, drawn, 1);
     drawn |= __shfl_xor_sync(~0u, drawn, 2);
@@ -48,8 +48,8 @@ __device__ __forceinline__ unsigned kept_weights(int row, int column, const Drop
     // The eight lanes that have the same lane_in_quad() hold 16 keys of four queries. Of their eight draws, bit 0 of a draw's
     // number is the query's parity, bit 1 says that the keys are the upper eight, bit 2 that the accumulator is the second;
     // each of the eight lanes needs one bit of each draw.
-    const int number = quad(), below = kStacked ? number / 4 : 0, beside = kStacked ? 0 : number / 4;
-    unsigned bits = dropout.kept(block.query + column + 8 * beside + 2 * lane_in_quad() + number % 2,
+    const int number = quad(), below = kStacked ? number / 4 : 0, to_right = kStacked ? 0 : number / 4;
+    unsigned bits = dropout.kept(block.query + column + 8 * to_right + 2 * lane_in_quad() + number % 2,
                                  (block.key + row) / 8 + 2 * below + number / 2 % 2);
     // The eight lanes' bytes are an 8 x 8 matrix of bits, which is transposed.
 #pragma unroll
@@ -108,7 +108,7 @@ __device__ __forceinline__ void drop_gradients(Accumulator<kRows, kColumns>& d,
                                                float keep_scale) {
   for_each(d, [&](float& x, int i, int j, int e) {
     const bool keep = kept >> (4 * (i * kColumns + j) + e) & 1;
-    if constexpr (Fragments<Element>::kPieces == 1) x *= keep_scale;
+    if constexpr (Fragments<Element>::kDigits == 1) x *= keep_scale;
     if constexpr (CompensatedAccumulator<Element, kRows, kColumns>::kCompensated)
       compensation.low[i][j][e] = keep ? compensation.low[i][j][e] : 0;
     x = keep ? x : 0;

@@ -6,8 +6,8 @@
 
 namespace flash_online::cuda {
 
-// The number of floats in space.mask_grad_parts: partial sums, for a mask that has too few tiles to occupy the device.
-int64_t mask_gradient_parts(const AttentionProblem& problem, const AttentionGradients& gradients);
+// The number of floats in space.mask_grad_partials: partial sums, for a mask that has too few tiles to occupy the device.
+int64_t mask_gradient_partials(const AttentionProblem& problem, const AttentionGradients& gradients);
 void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                    CUstream_st* stream);
 

@@ -35,7 +35,7 @@ __device__ __forceinline__ unsigned bits_of_bytes(unsigned bytes) {
   return (__vcmpne4(bytes, 0) & 0x01010101) * 0x10204080 >> 28;
 }
 
-// read_bits() and read_bias() read a warp's part of a tile: `rows` rows (none if 0 or less) of `keys` values, from `data` on.
+// read_bits() and read_bias() read a warp's rows of a tile: `rows` rows (none if 0 or less) of `keys` values, from `data` on.
 // `vectors`: they are kBitRows rows of kMaskMapTile neighbouring, aligned values. `hidden` becomes false if a value shows a
 // key, `clear` if a value hides a key or adds something.
 

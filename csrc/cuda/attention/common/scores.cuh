@@ -7,12 +7,13 @@
 #include "../../hw/math.cuh"
 #include "../../mma/compensated_accumulator.cuh"
 #include "../../mma/fragments.cuh"
+#include "../large_rows/score_levels.cuh"
 #include "mask_tile.cuh"
-#include "score_levels.cuh"
+#include "score_mod.cuh"
 
 namespace flash_online::cuda {
 
-constexpr double kLn2 = 0.693147180559945309417, kLog2EInDouble = 1.4426950408889634074;
+constexpr double kLn2 = 0.693147180559945309417;
 
 struct FastBinary {
   FLASH_ONLINE_HD static float exp(float x) {
@@ -44,109 +45,6 @@ __device__ __forceinline__ void for_each_score(const Accumulator<kRows, kColumns
       }
 }
 
-// x + low += bias * (factor + factor_low)
-__device__ __forceinline__ void add_in_two_floats(float& x, float& low, float bias, float factor, float factor_low) {
-  float product_low, sum_low;
-  x = two_sum(x, two_product(bias, factor, product_low), sum_low);
-  low += sum_low + fmaf(bias, factor_low, product_low);
-}
-
-// The function from products to scores: scale, softcap and ALiBi, each with its derivative.
-struct ScoreMod {
-  float scale;  // what a product is multiplied by: scale * log2(e), or scale / softcap
-  float cap;  // softcap * log2(e); 0: none
-  float slope;  // ALiBi's slope * log2(e); 0: none
-  bool has_score_mod;  // false: products stand for scores, and the exponential multiplies them by `scale` > 0
-  float lowest_product, lowest_score;  // where the mask is floating; the latter in base 2
-
-  // The members that all heads share. The host computes them, in double.
-  explicit ScoreMod(const AttentionProblem& problem)
-      : scale(static_cast<float>(problem.softcap > 0 ? problem.scale / problem.softcap : problem.scale * kLog2EInDouble)),
-        cap(static_cast<float>(problem.softcap * kLog2EInDouble)),
-        slope(0),
-        // A product's order is its score's only under a scale above 0.
-        has_score_mod(problem.softcap > 0 || problem.alibi_slopes ||
-                      (problem.mask.data && problem.mask_dtype != DType::kBool) || !(scale > 0 && scale < 1e30f)) {
-    const bool scores_are_products = problem.softcap == 0 && scale > 0 && scale < 1e30f;
-    lowest_product = cuda::lowest_product(scores_are_products ? scale : 1);
-    lowest_score = lowest_product * (scores_are_products ? scale : 1);
-  }
-
-  __device__ ScoreMod of_head(const AttentionProblem& problem, int64_t batch, int64_t head) const {
-    ScoreMod score_mod = *this;
-    if (problem.alibi_slopes)
-      score_mod.slope = kLog2E * static_cast<const float*>(
-                                     problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]];
-    return score_mod;
-  }
-
-  // Makes scores of products that are multiplied by `factor` first; has_score_mod must be set.
-  __device__ void multiply(float factor) { scale *= factor; }
-
-  // The factor of scores that is left to the exponential.
-  __device__ float remaining_scale() const { return has_score_mod ? 1.0f : scale; }
-
-  // A product's score under the softcap, and the derivative, which multiplies the score's gradient.
-  struct Softcapped {
-    float derivative, value;
-  };
-  __device__ __forceinline__ Softcapped softcapped(float product) const {
-    const float capped = tanhf(product * scale);
-    return {1 - capped * capped, __fmul_rn(cap, capped)};
-  }
-  // A product's score without a softcap; its derivative is left to the scale that the gradients of queries and keys get.
-  // Rounded: no fma may subtract a maximum, or lse, from what is more exact than these are made of.
-  __device__ __forceinline__ void scale_product(float& x) const { x = __fmul_rn(x, scale); }
-  // Adds ALiBi; its derivative is 1.
-  __device__ __forceinline__ void add_alibi(float& x, float distance) const { x = fmaf(-slope, distance, x); }
-};
-
-// A ScoreMod for compensated scores: with what rounding the factors to float leaves of them.
-struct PreciseScoreMod : ScoreMod {
-  float scale_low, slope_low = 0;
-
-  __device__ PreciseScoreMod(const ScoreMod& score_mod, const AttentionProblem& problem, int64_t batch, int64_t head)
-      : ScoreMod(score_mod.of_head(problem, batch, head)),
-        scale_low(static_cast<float>(problem.scale * kLog2EInDouble - static_cast<double>(scale))) {
-    if (!problem.alibi_slopes) return;
-    const float natural =
-        static_cast<const float*>(problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]];
-    slope = two_product(kLog2E, natural, slope_low);
-    slope_low = fmaf(kLog2ELow, natural, slope_low);
-  }
-
-  __device__ void multiply(float factor) {
-    float low;
-    scale = two_product(scale, factor, low);
-    scale_low = fmaf(scale_low, factor, low);
-  }
-
-  using ScoreMod::add_alibi;
-  using ScoreMod::scale_product;
-  __device__ __forceinline__ void scale_product(float& x, float& low) const {
-    const float leading = x;
-    float rounded;
-    x = two_product(x, scale, rounded);
-    low = rounded + fmaf(low, scale, leading * scale_low);
-  }
-  __device__ __forceinline__ void add_alibi(float& x, float& low, float distance) const {
-    add_in_two_floats(x, low, distance, -slope, -slope_low);
-  }
-};
-
-// A head's ScoreMod, in the precision that the elements' scores have.
-template <class Element>
-using HeadScoreMod = std::conditional_t<CompensatedAccumulator<Element, 1, 1>::kCompensated, PreciseScoreMod, ScoreMod>;
-
-template <class Element>
-__device__ __forceinline__ HeadScoreMod<Element> score_mod_of_head(const ScoreMod& score_mod, const AttentionProblem& problem,
-                                                                   int64_t batch, int64_t head) {
-  if constexpr (CompensatedAccumulator<Element, 1, 1>::kCompensated)
-    return PreciseScoreMod(score_mod, problem, batch, head);
-  else
-    return score_mod.of_head(problem, batch, head);
-}
-
 // The position of a block of scores in its sequence.
 struct ScoreBlock {
   int query, key;  // the first of the block
@@ -161,38 +59,52 @@ struct GroupScoreBlock : ScoreBlock {
   __device__ __forceinline__ int query_of(int row) const { return query + row / heads; }
 };
 
-// Makes scores of products: scale, softcap and ALiBi. `gradients`, if any, of the same shape, are multiplied by the derivative
-// of the softcap.
-template <bool kTransposed, int kRows, int kColumns, class Mod, class Compensation = NotCompensated>
-__device__ __forceinline__ void apply_score_mod(Accumulator<kRows, kColumns>& d, int row, const Mod& score_mod,
+// What happens to the derivatives of a score modification: nothing, or gradients of scores are multiplied by them.
+struct NoDerivative {
+  template <class T>
+  __device__ __forceinline__ void operator()(int, int, int, T) const {}
+};
+template <class Gradients>
+struct TimesDerivative {
+  Gradients& gradients;
+  template <class T>
+  __device__ __forceinline__ void operator()(int i, int j, int e, T x) const {
+    gradients[i][j][e] *= x;
+  }
+};
+
+// Makes scores of products: applies each modification of `score_mod`. Calls on_derivative(i, j, e, x) with the derivatives of
+// those that have one.
+template <bool kTransposed, int kRows, int kColumns, class T, class Mod, class OnDerivative,
+          class Compensation = NotCompensated>
+__device__ __forceinline__ void apply_score_mod(Accumulator<kRows, kColumns, T>& d, int row, const Mod& score_mod,
                                                 const ScoreBlock& block, const Visibility& visible,
-                                                std::type_identity_t<Accumulator<kRows, kColumns>>* gradients = nullptr,
-                                                Compensation* compensation = nullptr) {
-  if (score_mod.cap > 0) {
-    if constexpr (Compensation::kCompensated) {
-      add_low(d, *compensation);
-      clear(compensation->low);
-    }
-    for_each(d, [&](float& x, int i, int j, int e) {
-      const ScoreMod::Softcapped score = score_mod.softcapped(x);
-      if (gradients) (*gradients)[i][j][e] *= score.derivative;
-      x = score.value;
-    });
-  } else if constexpr (Compensation::kCompensated) {
-    for_each(d, [&](float& x, int i, int j, int e) { score_mod.scale_product(x, compensation->low[i][j][e]); });
-  } else {
-    for_each(d, [&](float& x, int, int, int) { score_mod.scale_product(x); });
-  }
-  if (score_mod.slope != 0) {
-    const int between = static_cast<int>(block.query + visible.offset - block.key);
-    for_each_score<kTransposed>(d, row, [&](int i, int j, int e, int query, int key) {
-      const float distance = fabsf(static_cast<float>(between + query - key));
+                                                OnDerivative&& on_derivative, Compensation* compensation = nullptr) {
+  using Position = std::conditional_t<std::is_same_v<T, double>, int64_t, int>;
+  const Position between = static_cast<Position>(block.query + visible.offset - block.key);
+  score_mod.for_each([&]<class One>(const One& modification) {
+    const auto modify = [&](int i, int j, int e, T distance) {
+      T& x = d[i][j][e];
       if constexpr (Compensation::kCompensated)
-        score_mod.add_alibi(d[i][j][e], compensation->low[i][j][e], distance);
-      else
-        score_mod.add_alibi(d[i][j][e], distance);
-    });
-  }
+        if constexpr (kTakesTwoFloats<One>) return modification(x, compensation->low[i][j][e], distance);
+      if constexpr (!kTakesTwoFloats<One>) {
+        const Modified<T> score = modification(x, distance);
+        if constexpr (One::kHasDerivative) on_derivative(i, j, e, score.derivative);
+        x = score.value;
+      }
+    };
+    if constexpr (Compensation::kCompensated)
+      if constexpr (!kTakesTwoFloats<One>) {
+        add_low(d, *compensation);
+        clear(compensation->low);
+      }
+    if constexpr (One::kNeedsDistance)
+      for_each_score<kTransposed>(d, row, [&](int i, int j, int e, int query, int key) {
+        modify(i, j, e, ::fabs(static_cast<T>(between + query - key)));
+      });
+    else
+      for_each(d, [&](T&, int i, int j, int e) { modify(i, j, e, T(0)); });
+  });
 }
 
 // Adds a float mask, or hides the scores that a bool mask does not show. `lowest_score`: ScoreMod's. `least_row_statistic`

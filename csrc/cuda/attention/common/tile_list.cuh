@@ -43,7 +43,7 @@ struct TileList {
     const bool bounded = visible.left >= 0 || visible.right >= 0;
     const int64_t all = heads * sequences, at_once = bounded ? tiles_at_once / std::max(blocks, int64_t{1}) : 1,
                   section = std::clamp(std::max(at_once, least), int64_t{1}, std::max(all, int64_t{1})),
-                  joined = bounded ? 2 : 1;  // full sections that the last one is made of, besides what is left
+                  joined = bounded ? 2 : 1;  // full sections that the last one is made of, with what is left
     TileList ordered = *this;
     ordered.sections = {.heads = static_cast<int>(section),
                         .last = static_cast<int>(std::max(all / section - joined, int64_t{0})),
@@ -104,7 +104,7 @@ __device__ __forceinline__ TileCoord tile_coord(const AttentionProblem& problem,
   return coord;
 }
 
-// A tile of queries or of keys of one head, and the sequence that it is part of.
+// A tile of queries or of keys of one head, and its sequence.
 struct WorkTile {
   int64_t batch, head, block;  // block: the tile's number in the sequence; may be past its end
   Sequence sequence;

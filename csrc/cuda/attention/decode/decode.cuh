@@ -28,19 +28,19 @@ void visit_decode(const AttentionProblem& problem, F&& f) {
   problem.dtype == DType::kFloat16 ? with_cache(Type<__half>{}) : with_cache(Type<__nv_bfloat16>{});
 }
 
-inline CachedPieces decode_pieces(const AttentionProblem& problem) {
-  return problem.cache.splits > 0 ? CachedPieces::of(problem, 0, 0) : CachedPieces{};
+inline KvSplits decode_kv_splits(const AttentionProblem& problem) {
+  return problem.cache.kv_splits > 0 ? KvSplits::of(problem, 0, 0) : KvSplits{};
 }
 
 inline DecodeShape decode_shape(const AttentionProblem& problem, int tile_rows, int tile_keys, int warps) {
   return DecodeShape::of(problem, problem.heads / problem.key_heads, tile_rows, tile_keys, warps);
 }
 
-// True if no share cuts an item; an item then belongs to the CTA with the share in which it begins. This holds for pieces by
-// num_splits, and for items that take less time than the merge of their parts would.
+// True if no share cuts an item; an item then belongs to the CTA with the share in which it begins. This holds for kv_splits by
+// num_splits, and for items that take less time than the merge of their partials would.
 inline bool decode_has_whole_items(const AttentionProblem& problem, const DecodeShape& shape) {
   constexpr int64_t kFewSteps = 2;
-  return problem.cache.splits > 0 || shape.most_steps(problem) <= kFewSteps;
+  return problem.cache.kv_splits > 0 || shape.most_steps(problem) <= kFewSteps;
 }
 
 inline DecodePool decode_pool(const AttentionProblem& problem, const ConstView4& view, int64_t width) {
@@ -52,8 +52,8 @@ inline DecodePool decode_pool(const AttentionProblem& problem, const ConstView4&
 // True if plain_arguments() has the arguments of a problem.
 inline bool is_plain_decode(const AttentionProblem& p) {
   const CacheView& cache = p.cache;
-  return !p.query_starts && !p.alibi_slopes && p.lower_right && p.out.stride[3] == 1 && !cache.query_lengths && !cache.left &&
-         !cache.rows && !cache.new_starts && cache.splits == 0 && p.softcap == 0 && !ScoreMod(p).has_score_mod &&
+  return !p.query_starts && p.lower_right && p.out.stride[3] == 1 && !cache.query_lengths && !cache.left && !cache.rows &&
+         !cache.new_starts && cache.kv_splits == 0 && !ScoreMod(p).has_score_mod &&
          (is_float8(cache.dtype) || (!cache.key_scale && !cache.value_scale));
 }
 
@@ -70,7 +70,7 @@ struct DecodeSetup {
   }
   // The number of warps decides in which order a row is summed: with num_splits it must not depend on the batch.
   static bool has_few_items(const AttentionProblem& problem) {
-    return problem.cache.splits == 0 && problem.batch * problem.key_heads * 4 <= sm_count();
+    return problem.cache.kv_splits == 0 && problem.batch * problem.key_heads * 4 <= sm_count();
   }
   int shared_bytes() const { return decode_shared_bytes(layout, kStageBytes, kQueryBytes); }
   int ctas(const AttentionProblem& problem) const {
@@ -81,13 +81,14 @@ struct DecodeSetup {
 // The reason why no decode kernel takes a problem, or null.
 inline const char* decode_refusal(const AttentionProblem& p) {
   if (p.dtype == DType::kFloat32) return "float32";
-  if (p.cache.splits == 1) return "num_splits=1: results that do not depend on how queries are cut into calls";
-  if (p.cache.splits > 1 && p.query_starts) return "num_splits beside packed queries: the longest sequence must not matter";
+  if (p.cache.kv_splits == 1) return "num_splits=1: results that do not depend on how queries are cut into calls";
+  if (p.cache.kv_splits > 1 && p.query_starts)
+    return "num_splits together with packed queries: the longest sequence must not matter";
   if (decode_rows_of(p) > kDecodeMostRows) return "more than 128 rows of queries per sequence and key head";
   if (p.total_queries >= int64_t{1} << 31) return "2^31 rows of packed queries or more";
   if (capacity_of(p.cache) >= int64_t{1} << 29) return "the cache has room for 2^29 keys per sequence or more";
-  if (ceil_div(capacity_of(p.cache), kKeysPerSplitBlock) * decode_pieces(p).most >= int64_t{1} << 31)
-    return "num_splits: too many pieces of too many keys";
+  if (ceil_div(capacity_of(p.cache), kKeysPerKvSplitBlock) * decode_kv_splits(p).most >= int64_t{1} << 31)
+    return "num_splits: too many kv_splits of too many keys";
   const bool float8 = is_float8(p.cache.dtype);
   const auto is_aligned = [&](const ConstView4& view, int64_t width) {
     const int64_t size = float8 ? 1 : 2;
@@ -114,16 +115,16 @@ inline DecodeArguments decode_arguments(const AttentionProblem& problem, const D
   DecodeArguments arguments{
       .problem = problem,
       .score_mod = ScoreMod(problem),
-      .pieces = decode_pieces(problem),
+      .kv_splits = decode_kv_splits(problem),
       .whole_items = decode_has_whole_items(problem, shape),
       .shape = shape,
       .keys = keys,
       .values = values,
-      .parts = DecodeParts::of(problem, shape),
+      .partials = DecodePartials::of(problem, shape),
       .stages = stages,
   };
   arguments.score_mod.has_score_mod |= problem.cache.key_scale != nullptr;
-  (arguments.whole_items ? arguments.pieces.parts : arguments.parts.data) = static_cast<float*>(workspace);
+  (arguments.whole_items ? arguments.kv_splits.partials : arguments.partials.data) = static_cast<float*>(workspace);
   return arguments;
 }
 
@@ -131,9 +132,9 @@ inline DecodeArguments decode_arguments(const AttentionProblem& problem, const D
 inline void merge_results(const DecodeArguments& arguments, int ctas, CUstream_st* stream) {
   const AttentionProblem& problem = arguments.problem;
   if (arguments.whole_items)
-    merge_pieces(problem, arguments.pieces, stream);
+    merge_kv_splits(problem, arguments.kv_splits, stream);
   else
-    merge_parts(problem, arguments.shape, arguments.parts, ctas, stream);
+    merge_partials(problem, arguments.shape, arguments.partials, ctas, stream);
 }
 
 template <int kHeadDim>
@@ -155,12 +156,12 @@ const char* AttentionDecode<kHeadDim>::refusal(const ForwardPass& pass, const Gp
 template <int kHeadDim>
 int64_t AttentionDecode<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
   const AttentionProblem& problem = pass.problem;
-  if (problem.cache.splits > 0) return decode_pieces(problem).bytes(problem);
+  if (problem.cache.kv_splits > 0) return decode_kv_splits(problem).bytes(problem);
   int64_t bytes = 0;
   visit_decode<kHeadDim>(problem, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>,
                                                                    std::integral_constant<int, kRowTiles>) {
     const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
-    bytes = DecodeParts::of(problem, setup.shape).bytes(setup.ctas(problem));
+    bytes = DecodePartials::of(problem, setup.shape).bytes(setup.ctas(problem));
   });
   return bytes;
 }

@@ -9,7 +9,7 @@
 #include "../../hw/compiler.cuh"
 #include "../../hw/pdl.cuh"
 #include "load.cuh"
-#include "parts.cuh"
+#include "partials.cuh"
 #include "rows.cuh"
 
 namespace flash_online::cuda {
@@ -17,11 +17,11 @@ namespace flash_online::cuda {
 struct DecodeArguments {
   AttentionProblem problem;
   ScoreMod score_mod;
-  CachedPieces pieces;  // `parts`: where the keys of a sequence are cut by its own length
+  KvSplits kv_splits;  // `partials`: where the keys of a sequence are cut by its own length
   bool whole_items;  // whether they are, so that no share cuts an item
   DecodeShape shape;
   DecodePool keys, values;
-  DecodeParts parts;  // where they are cut by the shares of CTAs
+  DecodePartials partials;  // where they are cut by the shares of CTAs
   int stages;
 };
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ void touch_constants(const DecodeArguments& arguments
   keep(sum);
 }
 
-// The arguments of a call without packed queries, pieces, padding on the left, rows of the cache by number, and changes of
+// The arguments of a call without packed queries, kv_splits, padding on the left, rows of the cache by number, and changes of
 // scores, as the compiler then knows. Common calls have an instance that spends no instructions on these options, which a call
 // of a few microseconds would notice. is_plain_decode() is the host's side.
 template <bool kFloat8>
@@ -47,7 +47,7 @@ __device__ __forceinline__ DecodeArguments plain_arguments(const DecodeArguments
   problem.lower_right = true;
   problem.out.stride[3] = 1;
   problem.cache.query_lengths = problem.cache.left = problem.cache.rows = problem.cache.new_starts = nullptr;
-  plain.pieces.most = 1;
+  plain.kv_splits.most = 1;
   plain.score_mod.cap = 0;
   if constexpr (!kFloat8) {  // else scores have a scale that only the device knows
     problem.cache.key_scale = problem.cache.value_scale = nullptr;
@@ -56,21 +56,21 @@ __device__ __forceinline__ DecodeArguments plain_arguments(const DecodeArguments
   return plain;
 }
 
-// The address of a row of a part that is to be merged: its outputs, then maximum and sum in two floats. Null: it is final.
-struct DecodePartRow {
+// The address of a row of a partial that is to be merged: its outputs, then maximum and sum in two floats. Null: it is final.
+struct DecodePartialRow {
   float* data;
   int pitch;
 
   // Row r of the part, which is `row` of the call.
-  __device__ __forceinline__ DecodePartRow(const DecodeArguments& arguments, const DecodeWalk& walk, const CachedRow& row,
-                                           int r)
+  __device__ __forceinline__ DecodePartialRow(const DecodeArguments& arguments, const DecodeWalk& walk, const CachedRow& row,
+                                              int r)
       : data(nullptr), pitch(0) {
     const bool is_whole = walk.begins_item && walk.ends_item;
-    if (is_whole && walk.s.pieces == 1) return;
-    const DecodeParts& parts = arguments.parts;
-    pitch = is_whole ? static_cast<int>(arguments.pieces.pitch) : parts.pitch;
-    data = is_whole ? arguments.pieces.part(lse_index(arguments.problem, row), walk.piece)
-                    : parts.part(static_cast<int>(blockIdx.x), walk.begins_item) + r * pitch;
+    if (is_whole && walk.s.kv_splits == 1) return;
+    const DecodePartials& partials = arguments.partials;
+    pitch = is_whole ? static_cast<int>(arguments.kv_splits.pitch) : partials.pitch;
+    data = is_whole ? arguments.kv_splits.partial(lse_index(arguments.problem, row), walk.kv_split)
+                    : partials.partial(static_cast<int>(blockIdx.x), walk.begins_item) + r * pitch;
   }
   __device__ __forceinline__ void set_state(const ScoreState& state) const {
     *reinterpret_cast<float2*>(data + pitch - 2) = {state.max, state.sum};
@@ -258,9 +258,9 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   const AttentionProblem& problem = arguments.problem;
   const int width = static_cast<int>(problem.head_dim_v), lane = cuda::lane();
   const CachedRow row = rows.place(r);
-  if (const DecodePartRow part(arguments, walk, row, r); part.data) {
-    float* const to = part.data;
-    if (lane == 0) part.set_state(state);
+  if (const DecodePartialRow partial(arguments, walk, row, r); partial.data) {
+    float* const to = partial.data;
+    if (lane == 0) partial.set_state(state);
 #pragma unroll
     for (int n = 0; n < (kHeadDim + 127) / 128; ++n) {
       const int column = 128 * n + 4 * lane;
@@ -301,11 +301,11 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   const int lane = cuda::lane(), warp = static_cast<int>(threadIdx.x) / kWarpSize, warps = arguments.shape.warps();
   const auto states_of = [&](int w) { return reinterpret_cast<float2*>(shared + w * kDecodeWarpBytes); };
 #pragma unroll 1
-  for (int part = 0; part * kRowsAtOnce < rows.count; ++part) {
+  for (int turn = 0; turn * kRowsAtOnce < rows.count; ++turn) {
     float* const to = reinterpret_cast<float*>(free_stage);
 #pragma unroll
     for (int p = 0; p < 2 * kRowTiles; ++p) {  // registers have no run-time index
-      if (p != part) continue;
+      if (p != turn) continue;
       ScoreState& own = states[p / 2][p % 2];
       own.sum += __shfl_xor_sync(~0u, own.sum, 1);
       own.sum += __shfl_xor_sync(~0u, own.sum, 2);
@@ -323,7 +323,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
     }
     if (lane == 0) *reinterpret_cast<int*>(states_of(warp) + kRowsAtOnce) = static_cast<int>(free_stage - shared);
     __syncthreads();
-    const int first = part * kRowsAtOnce, end = min(rows.count - first, kRowsAtOnce);
+    const int first = turn * kRowsAtOnce, end = min(rows.count - first, kRowsAtOnce);
     // A lane looks at the state of one warp.
     const bool is_warp = lane < warps;
     const float2* const of_warp = states_of(is_warp ? lane : 0);
@@ -370,20 +370,20 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   const bool whole_items = arguments.whole_items;
   // Shared memory: the warps' rings, their queries, and what they exchange.
   char *const queries_at = shared + warps * stages * kStageBytes, *const exchanged_at = queries_at + warps * kQueryBytes;
-  Loads loads(problem, arguments.pieces, shape, arguments.keys, arguments.values, whole_items,
+  Loads loads(problem, arguments.kv_splits, shape, arguments.keys, arguments.values, whole_items,
               shared + warp * stages * kStageBytes, stages);
   grid_dependency_wait();
   launch_dependents();  // what follows may rely on all before this kernel having ended
   if (problem.query_starts) clear_rows_without_result<Element>(problem);
   const DecodeShare share =
-      find_share(problem, arguments.pieces, shape, static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x));
+      find_share(problem, arguments.kv_splits, shape, static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x));
   if (share.begin == share.end) return;
   const __nv_fp8_interpretation_t kind = problem.cache.dtype == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
   DecodeWalk walk(share);
   int starts = stages - 1;  // tiles that are started before the first one is waited for
 #pragma unroll 1
   for (bool is_first = true;; is_first = false) {
-    walk.next(problem, arguments.pieces, shape, whole_items);
+    walk.next(problem, arguments.kv_splits, shape, whole_items);
     if (walk.done()) break;
     if (is_first) loads.begin(walk);
     const PartRows rows(shape, walk);

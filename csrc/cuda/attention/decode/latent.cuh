@@ -11,7 +11,7 @@
 
 namespace flash_online::cuda {
 
-// Stores a warp's columns of sixteen rows, 8 * kCount of them from `first_column` on: to the tensors, or to the parts with
+// Stores a warp's columns of sixteen rows, 8 * kCount of them from `first_column` on: to the tensors, or to the partials with
 // which they are merged. `states` are over all keys of the part; has_states: whether the warp stores them too. `skipped`: how
 // many rows of the part lie before `rows`.
 template <class Element, int kCount>
@@ -31,12 +31,12 @@ __device__ __forceinline__ void store_latent_rows(const DecodeArguments& argumen
     if (r >= rows.count) continue;
     const CachedRow row = rows.place(r);
     // Rows of keys, and so those of values, are multiples of eight columns.
-    if (const DecodePartRow part(arguments, walk, row, skipped + r); part.data) {
-      if (has_state) part.set_state(state);
+    if (const DecodePartialRow partial(arguments, walk, row, skipped + r); partial.data) {
+      if (has_state) partial.set_state(state);
 #pragma unroll
       for (int j = 0; j < kCount; ++j)
         if (first + 8 * j < width)
-          *reinterpret_cast<float2*>(part.data + first + 8 * j) = {out[0][j][2 * half], out[0][j][2 * half + 1]};
+          *reinterpret_cast<float2*>(partial.data + first + 8 * j) = {out[0][j][2 * half], out[0][j][2 * half + 1]};
       continue;
     }
     float* const lse = static_cast<float*>(problem.lse);
@@ -78,7 +78,7 @@ class LatentLoads : public DecodeTiles<kLatentTile, DecodeLoaders::kCta> {
   static_assert(kLatentThreads == 8 * kLatentTile);  // eight threads copy a row: a line of 128 bytes of each box
 
   __device__ __forceinline__ LatentLoads(const DecodeArguments& arguments, char* ring)
-      : DecodeTiles(arguments.problem, arguments.pieces, arguments.shape, arguments.whole_items),
+      : DecodeTiles(arguments.problem, arguments.kv_splits, arguments.shape, arguments.whole_items),
         keys_(arguments.keys),
         stages_(arguments.stages),
         ring_(ring) {}
@@ -186,7 +186,7 @@ __device__ void LatentKernel<Element, kHeadDim>::run(const DecodeArguments& argu
   launch_dependents();  // what follows may rely on all before this kernel having ended
   if (problem.query_starts) clear_rows_without_result<Element>(problem);
   const DecodeShare share =
-      find_share(problem, arguments.pieces, shape, static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x));
+      find_share(problem, arguments.kv_splits, shape, static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x));
   if (share.begin == share.end) return;
   const ScoreMod& score_mod = arguments.score_mod;
   const float scale = score_mod.remaining_scale();
@@ -194,7 +194,7 @@ __device__ void LatentKernel<Element, kHeadDim>::run(const DecodeArguments& argu
   int starts = arguments.stages - 1;  // tiles that are started before the first one is waited for
 #pragma unroll 1
   for (bool is_first = true;; is_first = false) {
-    walk.next(problem, arguments.pieces, shape, whole_items);
+    walk.next(problem, arguments.kv_splits, shape, whole_items);
     if (walk.done()) break;
     if (is_first) loads.begin(walk);
     const Rows rows(shape, walk);
@@ -258,7 +258,7 @@ struct LatentSetup {
   LatentSetup(const AttentionProblem& problem, int shared_bytes)
       : stages(std::min((shared_bytes - kExchangedBytes) / kStageBytes, kDecodeMostStages)),
         shape(decode_shape(problem, kLatentRows, kLatentTile, 1)) {
-    // Where there is little to do, a CTA takes several tiles: one costs less than merging a part.
+    // Where there is little to do, a CTA takes several tiles: one costs less than merging a partial.
     constexpr int64_t kLeastUnits = 3;
     ctas = static_cast<int>(std::clamp<int64_t>(ceil_div(shape.most_units(problem), kLeastUnits), 1, sm_count()));
   }
@@ -295,9 +295,9 @@ const char* AttentionDecodeLatent<kHeadDim>::refusal(const ForwardPass& pass, co
 template <int kHeadDim>
 int64_t AttentionDecodeLatent<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
   const AttentionProblem& problem = pass.problem;
-  if (problem.cache.splits > 0) return decode_pieces(problem).bytes(problem);
+  if (problem.cache.kv_splits > 0) return decode_kv_splits(problem).bytes(problem);
   const LatentSetup<kHeadDim> setup(problem, device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
-  return DecodeParts::of(problem, setup.shape).bytes(setup.ctas);
+  return DecodePartials::of(problem, setup.shape).bytes(setup.ctas);
 }
 
 template <int kHeadDim>

@@ -48,7 +48,7 @@ template <class Element>
 class LatentSm90Loads : public DecodeTiles<kLatentSm90Tile, DecodeLoaders::kWarpgroup> {
  public:
   __device__ __forceinline__ LatentSm90Loads(const DecodeArguments& arguments, LatentSm90Shared& shared)
-      : DecodeTiles(arguments.problem, arguments.pieces, arguments.shape, arguments.whole_items),
+      : DecodeTiles(arguments.problem, arguments.kv_splits, arguments.shape, arguments.whole_items),
         keys_(arguments.keys),
         shared_(shared) {}
 
@@ -343,7 +343,7 @@ __device__ __forceinline__ void LatentSm90Warpgroup<Element, kMakesWeights>::run
   DecodeWalk walk(share);
 #pragma unroll 1
   for (;;) {
-    walk.next(arguments_.problem, arguments_.pieces, shape, arguments_.whole_items);
+    walk.next(arguments_.problem, arguments_.kv_splits, shape, arguments_.whole_items);
     if (walk.done()) break;
     const Rows rows(shape, walk, kLatentSm90Rows, skipped, warp_rows);
     whole_begin_ = shape.begin_of(rows.query_of(max(rows.count - 1, 0)) + rows.offset);
@@ -402,14 +402,14 @@ __device__ __forceinline__ void run_latent_sm90(const DecodeArguments& arguments
   launch_dependents();  // what follows may rely on all before this kernel having ended
   if (problem.query_starts) clear_rows_without_result<Element>(problem);
   const DecodeShare share =
-      find_share(problem, arguments.pieces, arguments.shape, static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x));
+      find_share(problem, arguments.kv_splits, arguments.shape, static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x));
   if (share.begin == share.end) return;
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroupSize, 0);
   if (warpgroup == 0) {
     reg_dealloc<48>();
     DecodeWalk walk(share);
-    walk.next(problem, arguments.pieces, arguments.shape, arguments.whole_items);
+    walk.next(problem, arguments.kv_splits, arguments.shape, arguments.whole_items);
     LatentSm90Loads<Element>(arguments, shared).run(walk);
   } else if (warpgroup == 1) {
     reg_alloc<240>();
@@ -464,9 +464,9 @@ const char* AttentionDecodeLatentSm90<kHeadDim>::refusal(const ForwardPass& pass
 template <int kHeadDim>
 int64_t AttentionDecodeLatentSm90<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
   const AttentionProblem& problem = pass.problem;
-  if (problem.cache.splits > 0) return decode_pieces(problem).bytes(problem);
+  if (problem.cache.kv_splits > 0) return decode_kv_splits(problem).bytes(problem);
   const LatentSm90Setup setup(problem);
-  return DecodeParts::of(problem, setup.shape).bytes(setup.ctas);
+  return DecodePartials::of(problem, setup.shape).bytes(setup.ctas);
 }
 
 template <int kHeadDim>

@@ -1,9 +1,10 @@
 // The line of work of a decoding step, and how CTAs share it.
 //
 // An item is work that one CTA could do by itself: one tile of rows of a key head of a sequence, over all keys that they see,
-// or over one piece of them if num_splits is given. The items of all sequences follow one another on a line, measured in steps:
-// in a step, each warp of a CTA takes a tile of keys. Every CTA takes an equal share of the line. An item that spans several
-// shares is cut, and its parts are merged. Only the device knows the lengths of sequences, so each warp sums them itself.
+// or over one kv_split of them if num_splits is given. The items of all sequences follow one another on a line, measured in
+// steps: in a step, each warp of a CTA takes a tile of keys. Every CTA takes an equal share of the line. An item that spans
+// several shares is cut, and the partials of its parts are merged. Only the device knows the lengths of sequences, so each warp
+// sums them itself.
 //
 // All numbers have 32 bits: decode.cuh refuses longer lines.
 #pragma once
@@ -14,7 +15,7 @@
 #include "../../../core/cache.h"
 #include "../../../core/mask.h"
 #include "../../hw/warp.h"
-#include "../cache/pieces.cuh"
+#include "../cache/kv_splits.cuh"
 #include "tiles.h"
 
 namespace flash_online::cuda {
@@ -67,7 +68,7 @@ struct DecodeShape {
     return std::max<int64_t>(ceil_div(tiles, int64_t{1} << warps_log2), 1);
   }
   int64_t most_units(const AttentionProblem& problem) const {
-    return problem.batch * key_heads * row_tiles * (most_steps(problem) + std::max<int64_t>(problem.cache.splits, 1) - 1);
+    return problem.batch * key_heads * row_tiles * (most_steps(problem) + std::max<int64_t>(problem.cache.kv_splits, 1) - 1);
   }
 
   __host__ __device__ constexpr int warps() const { return 1 << warps_log2; }
@@ -92,13 +93,13 @@ struct DecodeSequence {
   int keys_begin, keys;  // by their place in the cache
   int offset;  // of the queries' positions
   int seen_begin, seen_end;  // the keys that some query sees; one empty range stands for all
-  int pieces;
+  int kv_splits;
   int weight;  // steps per item, at least 1: an item that sees nothing has a result too
 
-  // Per piece: tiles of rows of all key heads.
+  // Per kv_split: tiles of rows of all key heads.
   __device__ __forceinline__ int items(const DecodeShape& shape) const { return shape.key_heads * shape.row_tiles_of(queries); }
   __device__ __forceinline__ int length(const DecodeShape& shape) const {
-    return queries > 0 ? pieces * items(shape) * weight : 0;
+    return queries > 0 ? kv_splits * items(shape) * weight : 0;
   }
   // An item's tile of rows, and its key head.
   __device__ __forceinline__ int2 tile_and_head(const DecodeShape& shape, int item) const {
@@ -109,7 +110,7 @@ struct DecodeSequence {
   }
 };
 
-__device__ __forceinline__ DecodeSequence decode_sequence(const AttentionProblem& problem, const CachedPieces& pieces,
+__device__ __forceinline__ DecodeSequence decode_sequence(const AttentionProblem& problem, const KvSplits& kv_splits,
                                                           const DecodeShape& shape, int n) {
   const Sequence sequence = cached_sequence<int>(problem, n);
   DecodeSequence s;
@@ -122,10 +123,10 @@ __device__ __forceinline__ DecodeSequence decode_sequence(const AttentionProblem
   s.seen_end = shape.end_of(s.queries - 1 + s.offset, s.keys);
   if (s.seen_end <= s.seen_begin) s.seen_begin = s.seen_end = 0;
   int tiles = shape.end_tile(s.seen_end) - shape.first_tile(s.seen_begin);
-  s.pieces = 1;
-  if (pieces.most > 1) {
-    s.pieces = static_cast<int>(pieces.count_of<unsigned>(sequence));
-    tiles = static_cast<int>(static_cast<unsigned>(tiles + s.pieces - 1) / static_cast<unsigned>(s.pieces));
+  s.kv_splits = 1;
+  if (kv_splits.most > 1) {
+    s.kv_splits = static_cast<int>(kv_splits.count_of<unsigned>(sequence));
+    tiles = static_cast<int>(static_cast<unsigned>(tiles + s.kv_splits - 1) / static_cast<unsigned>(s.kv_splits));
   }
   s.weight = max(tiles + shape.warps() - 1, shape.warps()) >> shape.warps_log2;
   return s;
@@ -151,7 +152,7 @@ struct DecodeShare {
 // Finds the share of CTA `cta` of `ctas`. The warp goes over the sequences in chunks; each lane looks at kPerLane sequences of
 // a chunk, so that the loads of their lengths overlap. A whole warp calls it, and all lanes get the same.
 template <int kPerLane>
-__device__ __forceinline__ DecodeShare find_share_by_chunks(const AttentionProblem& problem, const CachedPieces& pieces,
+__device__ __forceinline__ DecodeShare find_share_by_chunks(const AttentionProblem& problem, const KvSplits& kv_splits,
                                                             const DecodeShape& shape, int ctas, int cta) {
   constexpr int kChunk = kPerLane * kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, sequences = static_cast<int>(problem.batch);
@@ -164,7 +165,7 @@ __device__ __forceinline__ DecodeShare find_share_by_chunks(const AttentionProbl
     int length[kPerLane], own = 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      length[i] = first + i < sequences ? decode_sequence(problem, pieces, shape, first + i).length(shape) : 0;
+      length[i] = first + i < sequences ? decode_sequence(problem, kv_splits, shape, first + i).length(shape) : 0;
       own += length[i];
     }
     int end = own;
@@ -183,16 +184,16 @@ __device__ __forceinline__ DecodeShare find_share_by_chunks(const AttentionProbl
       }
     }
     if (share.size > 0) {
-      const unsigned behind = __ballot_sync(~0u, before + end > share.begin);
-      if (behind != 0) {
-        const int owner = __ffs(static_cast<int>(behind)) - 1;
+      const unsigned after = __ballot_sync(~0u, before + end > share.begin);
+      if (after != 0) {
+        const int owner = __ffs(static_cast<int>(after)) - 1;
         int begin = before + end - own, n = first;
 #pragma unroll
         for (int i = 0; i + 1 < kPerLane; ++i)
           if (n == first + i && begin + length[i] <= share.begin) begin += length[i], ++n;
         share.sequence = __shfl_sync(~0u, n, owner);
         share.sequence_begin = __shfl_sync(~0u, begin, owner);
-        share.s = decode_sequence(problem, pieces, shape, share.sequence);
+        share.s = decode_sequence(problem, kv_splits, shape, share.sequence);
         break;
       }
     }
@@ -202,11 +203,11 @@ __device__ __forceinline__ DecodeShare find_share_by_chunks(const AttentionProbl
   return share;
 }
 
-__device__ __forceinline__ DecodeShare find_share(const AttentionProblem& problem, const CachedPieces& pieces,
+__device__ __forceinline__ DecodeShare find_share(const AttentionProblem& problem, const KvSplits& kv_splits,
                                                   const DecodeShape& shape, int ctas, int cta) {
-  if (problem.batch > kWarpSize) return find_share_by_chunks<4>(problem, pieces, shape, ctas, cta);
-  if (problem.batch > 1) return find_share_by_chunks<1>(problem, pieces, shape, ctas, cta);
-  const DecodeSequence s = decode_sequence(problem, pieces, shape, 0);
+  if (problem.batch > kWarpSize) return find_share_by_chunks<4>(problem, kv_splits, shape, ctas, cta);
+  if (problem.batch > 1) return find_share_by_chunks<1>(problem, kv_splits, shape, ctas, cta);
+  const DecodeSequence s = decode_sequence(problem, kv_splits, shape, 0);
   DecodeShare share = DecodeShare::of_line(s.length(shape), shape.least_share, ctas, cta);
   share.s = s;
   return share;
@@ -215,7 +216,7 @@ __device__ __forceinline__ DecodeShare find_share(const AttentionProblem& proble
 // A walk over the parts of items that a share consists of.
 struct DecodeWalk {
   int n;  // the sequence
-  int item, piece;  // of the sequence
+  int item, kv_split;  // of the sequence
   int tile, end;  // the part's tiles of keys
   bool begins_item, ends_item;
   DecodeSequence s;
@@ -227,7 +228,7 @@ struct DecodeWalk {
       : n(share.sequence), s(share.s), left(share.end - share.begin), units(0), begin_(share.begin - share.sequence_begin) {}
 
   __device__ __forceinline__ bool done() const { return left <= 0; }
-  __device__ __forceinline__ void next(const AttentionProblem& problem, const CachedPieces& pieces, const DecodeShape& shape,
+  __device__ __forceinline__ void next(const AttentionProblem& problem, const KvSplits& kv_splits, const DecodeShape& shape,
                                        bool whole_items) {
 #pragma unroll 1
     for (;;) {
@@ -237,10 +238,10 @@ struct DecodeWalk {
       bool is_new = false;
       if (!seeks && ++item == s.items(shape)) {
         item = 0;
-        if (++piece == s.pieces) piece = 0, ++n, is_new = true;
+        if (++kv_split == s.kv_splits) kv_split = 0, ++n, is_new = true;
       }
       while (is_new) {
-        s = decode_sequence(problem, pieces, shape, n);
+        s = decode_sequence(problem, kv_splits, shape, n);
         if (s.queries > 0) break;
         ++n;
       }
@@ -248,7 +249,7 @@ struct DecodeWalk {
       if (seeks) {
         item = static_cast<int>(static_cast<unsigned>(begin_) / static_cast<unsigned>(s.weight));
         skip = begin_ - item * s.weight;
-        for (piece = 0; item >= s.items(shape); ++piece) item -= s.items(shape);
+        for (kv_split = 0; item >= s.items(shape); ++kv_split) item -= s.items(shape);
         begin_ = -1;
       }
       if (!whole_items || skip == 0) return enter(shape, skip, whole_items);
@@ -259,8 +260,8 @@ struct DecodeWalk {
  private:
   __device__ __forceinline__ void enter(const DecodeShape& shape, int skip, bool whole_items) {
     int begin = s.seen_begin, last = s.seen_end;
-    if (s.pieces > 1) {
-      const Rows own = piece_of<unsigned>(s.keys, s.pieces, piece);
+    if (s.kv_splits > 1) {
+      const Rows own = kv_split_of<unsigned>(s.keys, s.kv_splits, kv_split);
       begin = max(begin, static_cast<int>(own.begin));
       last = min(last, static_cast<int>(own.begin + own.count));
       if (last <= begin) begin = last = 0;

@@ -38,9 +38,9 @@ enum class DecodeLoaders { kWarp, kCta, kWarpgroup };
 template <int kTile, DecodeLoaders kLoaders>
 class DecodeTiles {
  public:
-  __device__ __forceinline__ DecodeTiles(const AttentionProblem& problem, const CachedPieces& pieces, const DecodeShape& shape,
+  __device__ __forceinline__ DecodeTiles(const AttentionProblem& problem, const KvSplits& kv_splits, const DecodeShape& shape,
                                          bool whole_items)
-      : problem_(problem), pieces_(pieces), shape_(shape), whole_items_(whole_items) {}
+      : problem_(problem), kv_splits_(kv_splits), shape_(shape), whole_items_(whole_items) {}
 
   // `walk` has reached the first part.
   __device__ __forceinline__ void begin(const DecodeWalk& walk) {
@@ -72,7 +72,7 @@ class DecodeTiles {
   }
 
   const AttentionProblem& problem_;
-  const CachedPieces& pieces_;
+  const KvSplits& kv_splits_;
   const DecodeShape& shape_;
   int key_head_ = 0;  // of the next tile
   int block_ = -1, row_ = 0;  // of the lane's row of that tile, as the table has them
@@ -98,7 +98,7 @@ class DecodeTiles {
   __device__ __forceinline__ void find_tile() {
 #pragma unroll 1
     while (tile_ >= walk_.end) {
-      walk_.next(problem_, pieces_, shape_, whole_items_);
+      walk_.next(problem_, kv_splits_, shape_, whole_items_);
       if (walk_.done()) return;
       enter_part();
     }
@@ -126,10 +126,10 @@ class DecodeLoads : public DecodeTiles<kTile, DecodeLoaders::kWarp> {
   static_assert(kTile <= kWarpSize);
   static constexpr int kBoxBytes = kTile * 128, kStageBytes = 2 * kBoxes * kBoxBytes;
 
-  __device__ __forceinline__ DecodeLoads(const AttentionProblem& problem, const CachedPieces& pieces, const DecodeShape& shape,
+  __device__ __forceinline__ DecodeLoads(const AttentionProblem& problem, const KvSplits& kv_splits, const DecodeShape& shape,
                                          const DecodePool& keys, const DecodePool& values, bool whole_items, char* ring,
                                          int stages)
-      : Tiles(problem, pieces, shape, whole_items), keys_(keys), values_(values), stages_(stages), ring_(ring) {}
+      : Tiles(problem, kv_splits, shape, whole_items), keys_(keys), values_(values), stages_(stages), ring_(ring) {}
 
   // The stage that is filled next, and that waits until then.
   __device__ __forceinline__ char* next_stage() const { return ring_ + next_ * kStageBytes; }
@@ -162,7 +162,7 @@ class DecodeLoads : public DecodeTiles<kTile, DecodeLoaders::kWarp> {
   __device__ __forceinline__ void start_rows() {
     const unsigned lane = threadIdx.x % kWarpSize, chunk = lane % kLanes, own = lane / kLanes;
     check_block();
-    // Bit `first` is of the row that the lane copies a part of.
+    // Bit `first` is of the row from which the lane copies.
     const unsigned there = __ballot_sync(~0u, block_ >= 0) >> own;
     const unsigned to = shared_address(next_stage()) + box_offset(static_cast<int>(own), static_cast<int>(chunk));
     start_rows(keys_, there, chunk, own, to);

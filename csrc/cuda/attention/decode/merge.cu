@@ -1,28 +1,28 @@
-// Merges the parts of items that borders of shares cut: some CTAs per border; the borders that cut one item divide its rows
+// Merges the partials of items that borders of shares cut: some CTAs per border; the borders that cut one item divide its rows
 // among themselves. The CTAs find their work while the kernel before still runs.
 #include "../../hw/launch.h"
 #include "../../hw/pdl.cuh"
-#include "parts.cuh"
+#include "partials.cuh"
 
 namespace flash_online::cuda {
 
 namespace {
 
-struct MergePartsArguments {
+struct MergePartialsArguments {
   AttentionProblem problem;
   DecodeShape shape;
-  DecodeParts parts;
+  DecodePartials partials;
   int ctas;
   int runs;  // of columns: separate CTAs merge each
 };
 
 template <class Merge>
 __global__ void __launch_bounds__(Merge::kThreads, 1024 / Merge::kThreads)
-    merge_shares(const __grid_constant__ MergePartsArguments arguments) {
+    merge_shares(const __grid_constant__ MergePartialsArguments arguments) {
   __shared__ typename Merge::Shared shared;
   const AttentionProblem& problem = arguments.problem;
   const DecodeShape& shape = arguments.shape;
-  const CachedPieces whole{};
+  const KvSplits whole{};
   const int cta = static_cast<int>(blockIdx.x) + 1;  // its share begins at the border
   launch_dependents();
   const DecodeShare share = find_share(problem, whole, shape, arguments.ctas, cta);
@@ -39,19 +39,20 @@ __global__ void __launch_bounds__(Merge::kThreads, 1024 / Merge::kThreads)
             borders = (begin + s.weight - 1) / share.size - first_cta;
   const int runs = arguments.runs, which = static_cast<int>(blockIdx.z / static_cast<unsigned>(runs)),
             run = static_cast<int>(blockIdx.z) - which * runs;  // which: of those that go abreast
-  DecodeParts parts = arguments.parts;
-  parts.data += which * int64_t{2 * arguments.ctas} * parts.size();
+  DecodePartials partials = arguments.partials;
+  partials.data += which * int64_t{2 * arguments.ctas} * partials.size();
   const int2 tile_and_head = shape.of_abreast(s.tile_and_head(shape, item), which);
   const int first_row = tile_and_head.x * shape.tile_rows, rows = min(s.queries * shape.group - first_row, shape.tile_rows);
-  // Few parts are merged by a warp per row, many by the whole CTA.
+  // Few partials are merged by a warp per row, many by the whole CTA.
   const bool by_warp = borders < max(8, Merge::kWarps);
   const int turns = by_warp ? Merge::kWarps : 1, turn = by_warp ? static_cast<int>(threadIdx.x) / kWarpSize : 0;
 #pragma unroll 1
   for (int r = cta - first_cta - 1 + borders * (static_cast<int>(blockIdx.y) * turns + turn); r < rows;
        r += borders * static_cast<int>(gridDim.y) * turns) {
     const int row = first_row + r, query = static_cast<int>(static_cast<unsigned>(row) / static_cast<unsigned>(shape.group));
-    const RowParts of_row{parts.part(first_cta, true) + r * parts.pitch, parts.part(first_cta + 1, false) + r * parts.pitch,
-                          2 * parts.size(), parts.pitch - 2, borders + 1};
+    const RowPartials of_row{partials.partial(first_cta, true) + r * partials.pitch,
+                             partials.partial(first_cta + 1, false) + r * partials.pitch, 2 * partials.size(),
+                             partials.pitch - 2, borders + 1};
     const CachedRow place{share.sequence, tile_and_head.y * shape.group + row - query * shape.group, tile_and_head.y,
                           s.queries_begin + query};
     if (by_warp)
@@ -63,11 +64,11 @@ __global__ void __launch_bounds__(Merge::kThreads, 1024 / Merge::kThreads)
 
 }  // namespace
 
-void merge_parts(const AttentionProblem& problem, const DecodeShape& shape, const DecodeParts& parts, int ctas,
-                 CUstream_st* stream) {
+void merge_partials(const AttentionProblem& problem, const DecodeShape& shape, const DecodePartials& partials, int ctas,
+                    CUstream_st* stream) {
   if (ctas < 2) return;
   const int runs = static_cast<int>(ceil_div(std::max<int64_t>(problem.head_dim_v, 1), int64_t{RowMerge<__half>::kColumns}));
-  const MergePartsArguments arguments{problem, shape, parts, ctas, runs};
+  const MergePartialsArguments arguments{problem, shape, partials, ctas, runs};
   const int64_t rows = std::max<int64_t>(std::min<int64_t>(shape.group * problem.queries, shape.tile_rows), 1);
   const auto launch_with = [&]<int kWarps>(std::integral_constant<int, kWarps>) {
     // A warp has two rows where an item is cut once. More CTAs would wait for those of the kernel before to leave their SMs.

@@ -83,28 +83,29 @@ __device__ __forceinline__ void load_query_fragments(typename Fragments<Element>
     }
 }
 
-// Turns products into scores: scale, softcap and ALiBi. Slopes differ between rows, since rows are of several heads.
+// Turns products into scores. Modifications of a head differ between rows, since rows are of several heads.
 template <int kRowTiles, int kColumns>
 __device__ __forceinline__ void apply_mod(const AttentionProblem& problem, const ScoreMod& score_mod,
                                           Accumulator<kRowTiles, kColumns>& scores, const DecodeRows<kRowTiles>& rows,
                                           int key) {
-  if (score_mod.cap > 0)
-    for_each(scores, [&](float& x, int, int, int) { x = score_mod.softcapped(x).value; });
-  else
-    for_each(scores, [&](float& x, int, int, int) { score_mod.scale_product(x); });
-  if (!problem.alibi_slopes) return;
-  const float* const slopes = static_cast<const float*>(problem.alibi_slopes) + rows.n * problem.alibi_stride[0];
+  score_mod.for_each_shared(
+      [&](const auto& modification) { for_each(scores, [&](float& x, int, int, int) { x = modification(x, 0).value; }); });
+  if (!(score_mods(problem) & kScoreModsOfHead)) return;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int position = rows.query[i][half] + rows.offset - key;
-      const float slope = kLog2E * slopes[(rows.key_head * rows.group + rows.in_group[i][half]) * problem.alibi_stride[1]];
+      const int head = rows.key_head * rows.group + rows.in_group[i][half];
+      score_mod.of_head(problem, rows.n, head).for_each_of_head([&](const auto& modification) {
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j)
+        for (int j = 0; j < kColumns; ++j)
 #pragma unroll
-        for (int e = 0; e < 2; ++e)
-          scores[i][j][2 * half + e] -= slope * fabsf(static_cast<float>(position - (8 * j + 2 * lane_in_quad() + e)));
+          for (int e = 0; e < 2; ++e) {
+            float& x = scores[i][j][2 * half + e];
+            x = modification(x, fabsf(static_cast<float>(position - (8 * j + 2 * lane_in_quad() + e)))).value;
+          }
+      });
     }
 }
 

@@ -54,12 +54,12 @@ __global__ void __launch_bounds__(kRowThreads) sink_gradient(const __grid_consta
   }
 #pragma unroll
   for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  __shared__ double parts[kRowThreads / kWarpSize];
-  if (lane() == 0) parts[threadIdx.x / kWarpSize] = sum;
+  __shared__ double partials[kRowThreads / kWarpSize];
+  if (lane() == 0) partials[threadIdx.x / kWarpSize] = sum;
   __syncthreads();
   if (threadIdx.x > 0) return;
   sum = 0;
-  for (const double part : parts) sum += part;
+  for (const double partial : partials) sum += partial;
   static_cast<double*>(arguments.gradients.grad_sinks)[blockIdx.x] = sum;
 }
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ int stage_doubles(const BackwardArguments& arguments)
 
 // ---- dQ --------------------------------------------------------------------------------------------------------------------
 
-// CTAs are an outer list of pieces of dQ's columns, with the list of tiles of queries.
+// CTAs are an outer list of panels of dQ's columns, with the list of tiles of queries.
 __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_constant__ BackwardArguments arguments) {
   extern __shared__ __align__(16) double shared[];
   const AttentionProblem& problem = arguments.problem;
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
   }
   walk.start();
 
-  const ScoreMod score_mod(problem, tile.batch, tile.head);
+  const DoubleScoreMod score_mod = DoubleScoreMod::of<double>(problem, tile.batch, tile.head);
   const HeadMask mask(problem, tile.batch, tile.head);
   const Dropout dropout(problem, tile.batch, tile.head);
   const int row = query + warp_row() + quad();
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
 
 // ---- dK and dV -------------------------------------------------------------------------------------------------------------
 
-// One of dK (kKey) and dV. CTAs are an outer list of pieces of its columns, with the list of tiles of keys. Scores are
+// One of dK (kKey) and dV. CTAs are an outer list of panels of its columns, with the list of tiles of keys. Scores are
 // transposed, [key][query].
 template <bool kKey>
 __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_constant__ BackwardArguments arguments) {
@@ -268,8 +268,8 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
           if (exists(query)) grads[i][j][e] -= arguments.space.delta[first_query + query];
         });
       }
-      make_scores<true>(scores, warp_row(), ScoreMod(problem, tile.batch, head), HeadMask(problem, tile.batch, head),
-                        item.clear, here, visible, [&](int i, int j, int e, double x) {
+      make_scores<true>(scores, warp_row(), DoubleScoreMod::of<double>(problem, tile.batch, head),
+                        HeadMask(problem, tile.batch, head), item.clear, here, visible, [&](int i, int j, int e, double x) {
                           if constexpr (kKey) grads[i][j][e] *= x;
                         });
       for_each_score<true>(scores, 0, [&](int i, int j, int e, int query, int) {
@@ -321,7 +321,7 @@ const char* AttentionBackwardFloat64<kHeadDim>::refusal(const BackwardPass&, con
 
 template <int kHeadDim>
 int64_t AttentionBackwardFloat64<kHeadDim>::workspace_bytes(const BackwardPass& pass) {
-  return float64::Workspace(pass.problem, float64::mask_grad_parts(pass.problem, pass.gradients), nullptr).bytes;
+  return float64::Workspace(pass.problem, float64::mask_grad_partials(pass.problem, pass.gradients), nullptr).bytes;
 }
 
 template <int kHeadDim>
@@ -331,7 +331,7 @@ void AttentionBackwardFloat64<kHeadDim>::run(const BackwardPass& pass, void* wor
   const AttentionGradients& gradients = pass.gradients;
   const BackwardArguments arguments{.problem = problem,
                                     .gradients = gradients,
-                                    .space = Workspace(problem, mask_grad_parts(problem, gradients), workspace),
+                                    .space = Workspace(problem, mask_grad_partials(problem, gradients), workspace),
                                     .list = {},
                                     .streams_rows = false,
                                     .keep_scale = keep_scale(problem)};

@@ -11,18 +11,18 @@ struct Workspace {
   // One number per query, [heads, rows] of each batch index. lse is +inf for a query that sees no key, so that its weights are
   // 0; delta is the sum of grad_out * out, less the gradient of lse.
   double *lse = nullptr, *lse_low = nullptr, *delta = nullptr;
-  double* mask_grad_parts = nullptr;  // see mask_grad_parts()
+  double* mask_grad_partials = nullptr;  // see mask_grad_partials()
   MaskMap map;
   int64_t bytes = 0;
 
   // memory: null to compute `bytes`.
-  Workspace(const AttentionProblem& problem, int64_t mask_grad_part_count, void* memory) : map(mask_map_of(problem)) {
+  Workspace(const AttentionProblem& problem, int64_t mask_grad_partial_count, void* memory) : map(mask_map_of(problem)) {
     ScratchAllocator scratch(memory);
     const int64_t count = query_count(problem);
     lse = scratch.take<double>(count);
     lse_low = scratch.take<double>(count);
     delta = scratch.take<double>(count);
-    mask_grad_parts = scratch.take<double>(mask_grad_part_count);
+    mask_grad_partials = scratch.take<double>(mask_grad_partial_count);
     map.data = scratch.take<uint8_t>(map.count());
     bytes = scratch.bytes();
   }
@@ -101,7 +101,7 @@ struct QueryItems {
 };
 
 // The gradient of a float mask.
-int64_t mask_grad_parts(const AttentionProblem& problem, const AttentionGradients& gradients);
+int64_t mask_grad_partials(const AttentionProblem& problem, const AttentionGradients& gradients);
 void mask_gradient(const BackwardArguments& arguments, CUstream_st* stream);
 
 }  // namespace flash_online::cuda::float64

@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_results(const ForwardArguments& arguments,
       .store(out, factors, query, tile.queries, stages);
 }
 
-// CTAs are an outer list of pieces of the values' columns, kColumns each, with the list of tiles.
+// CTAs are an outer list of panels of the values' columns, kColumns each, with the list of tiles.
 __global__ void __launch_bounds__(kMostThreads) attention_forward(const __grid_constant__ ForwardArguments arguments) {
   extern __shared__ __align__(16) double shared[];
   const AttentionProblem& problem = arguments.problem;
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kMostThreads) attention_forward(const __grid_c
   load_row_tile(query_tile, query_rows, query, tile.queries);
   walk.start();
 
-  const ScoreMod score_mod(problem, tile.batch, tile.head);
+  const DoubleScoreMod score_mod = DoubleScoreMod::of<double>(problem, tile.batch, tile.head);
   const HeadMask mask(problem, tile.batch, tile.head);
   const Dropout dropout(problem, tile.batch, tile.head);
   Outputs out;

@@ -28,17 +28,17 @@ struct MaskGradArguments {
   BackwardArguments all;
   Extents extents;
   int row_tiles, column_tiles;  // of the mask
-  int splits;  // CTAs that share the sum over the extents
+  int shares;  // CTAs that share the sum over the extents
 };
 
-// The blocks of scores that a tile of the mask was added to, those of the CTA's split.
+// The blocks of scores that a tile of the mask was added to, those of the CTA's share.
 struct TileItems {
   struct Item {
     int batch, head, query, key;
     bool exists;
   };
   const MaskGradArguments& arguments;
-  int row_tile, column_tile, mask_head, mask_batch, split;
+  int row_tile, column_tile, mask_head, mask_batch, share;
   int64_t at, last;
 
   __device__ __forceinline__ explicit TileItems(const MaskGradArguments& arguments_) : arguments(arguments_) {
@@ -52,10 +52,10 @@ struct TileItems {
     row_tile = digit(arguments.row_tiles);
     mask_head = digit(arguments.all.gradients.mask_size[1]);
     mask_batch = digit(arguments.all.gradients.mask_size[0]);
-    split = static_cast<int>(left);
+    share = static_cast<int>(left);
     const int64_t count = arguments.extents.count();
-    at = count * split / arguments.splits;
-    last = count * (split + 1) / arguments.splits;
+    at = count * share / arguments.shares;
+    last = count * (share + 1) / arguments.shares;
   }
   __device__ __forceinline__ Item next() {
     const AttentionProblem& problem = arguments.all.problem;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void add_to_mask_gradient(const AttentionGradients& g
   });
 }
 
-// Writes the sums of the CTA's tile: to its part of the workspace, or to the gradient.
+// Writes the sums of the CTA's tile: to its slot of the workspace, or to the gradient.
 __device__ __forceinline__ void store_sums(const MaskGradArguments& arguments, const TileItems& items, Scores& sum,
                                            double* shared) {
   const AttentionGradients& gradients = arguments.all.gradients;
@@ -106,9 +106,9 @@ __device__ __forceinline__ void store_sums(const MaskGradArguments& arguments, c
       for (int key = c; key < (columns == 1 ? kBlock : c + 1); ++key) x += tile[query * kBlock + key];
     const int64_t row = int64_t{items.row_tile} * kRows + r, column = int64_t{items.column_tile} * kBlock + c;
     if (row >= size[2] || column >= size[3]) continue;
-    if (arguments.splits > 1) {
-      arguments.all.space.mask_grad_parts
-          [(((items.split * size[0] + items.mask_batch) * size[1] + items.mask_head) * size[2] + row) * size[3] + column] = x;
+    if (arguments.shares > 1) {
+      arguments.all.space.mask_grad_partials
+          [(((items.share * size[0] + items.mask_batch) * size[1] + items.mask_head) * size[2] + row) * size[3] + column] = x;
       continue;
     }
     const MutableView4& to = gradients.grad_mask;
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(kThreads) mask_grad(const __grid_constant__ Ma
     const ScoreBlock here{item.query, item.key, queries, keys, false};
     const Dropout dropout(problem, item.batch, item.head);
     if (dropout) drop_gradients(grads, kept_scores<false>(warp_row(), dropout, here), arguments.all.keep_scale);
-    make_scores<false>(scores, warp_row(), ScoreMod(problem, item.batch, item.head), HeadMask(problem, item.batch, item.head),
-                       false, here, problem.visible);
+    make_scores<false>(scores, warp_row(), DoubleScoreMod::of<double>(problem, item.batch, item.head),
+                       HeadMask(problem, item.batch, item.head), false, here, problem.visible);
     const int row = item.query + warp_row() + quad();
     const int64_t first = Workspace::first_query(problem, item.batch, item.head, sequence_of(problem, item.batch));
     const RowStats stats[2] = {{space, first + row, row < queries}, {space, first + row + 8, row + 8 < queries}};
@@ -174,13 +174,14 @@ __global__ void __launch_bounds__(kThreads) mask_grad(const __grid_constant__ Ma
   store_sums(arguments, items, sum, shared);
 }
 
-__global__ void __launch_bounds__(256) sum_parts(const __grid_constant__ MaskGradArguments arguments) {
+__global__ void __launch_bounds__(256) sum_partials(const __grid_constant__ MaskGradArguments arguments) {
   const AttentionGradients& gradients = arguments.all.gradients;
   const int64_t* const size = gradients.mask_size;
   const int64_t count = size[0] * size[1] * size[2] * size[3], index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (index >= count) return;
   double sum = 0;
-  for (int64_t split = 0; split < arguments.splits; ++split) sum += arguments.all.space.mask_grad_parts[split * count + index];
+  for (int64_t share = 0; share < arguments.shares; ++share)
+    sum += arguments.all.space.mask_grad_partials[share * count + index];
   int64_t left = index, offset = 0;
   for (int i = 3; i >= 0; --i) {
     offset += left % size[i] * gradients.grad_mask.stride[i];
@@ -195,7 +196,7 @@ int64_t tiles_of(const AttentionGradients& gradients) {
 }
 
 // How many CTAs share the sum over what a tile is broadcast over, so that there is work for the whole device.
-int64_t splits_of(const AttentionProblem& problem, const AttentionGradients& gradients) {
+int64_t shares_of(const AttentionProblem& problem, const AttentionGradients& gradients) {
   const int64_t tiles = tiles_of(gradients), wanted = 2 * int64_t{sm_count()}, items = Extents(problem, gradients).count();
   if (tiles == 0 || items == 0) return 1;
   return std::clamp<int64_t>(wanted / tiles, 1, items);
@@ -203,10 +204,10 @@ int64_t splits_of(const AttentionProblem& problem, const AttentionGradients& gra
 
 }  // namespace
 
-int64_t mask_grad_parts(const AttentionProblem& problem, const AttentionGradients& gradients) {
+int64_t mask_grad_partials(const AttentionProblem& problem, const AttentionGradients& gradients) {
   if (!gradients.grad_mask.data) return 0;
-  const int64_t splits = splits_of(problem, gradients), *size = gradients.mask_size;
-  return splits > 1 ? splits * size[0] * size[1] * size[2] * size[3] : 0;
+  const int64_t shares = shares_of(problem, gradients), *size = gradients.mask_size;
+  return shares > 1 ? shares * size[0] * size[1] * size[2] * size[3] : 0;
 }
 
 void mask_gradient(const BackwardArguments& all, CUstream_st* stream) {
@@ -217,9 +218,9 @@ void mask_gradient(const BackwardArguments& all, CUstream_st* stream) {
                                     .extents = Extents(all.problem, all.gradients),
                                     .row_tiles = static_cast<int>(ceil_div(size[2], int64_t{kRows})),
                                     .column_tiles = static_cast<int>(ceil_div(size[3], int64_t{kBlock})),
-                                    .splits = static_cast<int>(splits_of(all.problem, all.gradients))};
-  launch<mask_grad>(arguments, tiles * arguments.splits, kThreads, kSharedBytes, stream);
-  if (arguments.splits > 1) launch<sum_parts>(arguments, ceil_div(count, int64_t{256}), 256, 0, stream);
+                                    .shares = static_cast<int>(shares_of(all.problem, all.gradients))};
+  launch<mask_grad>(arguments, tiles * arguments.shares, kThreads, kSharedBytes, stream);
+  if (arguments.shares > 1) launch<sum_partials>(arguments, ceil_div(count, int64_t{256}), 256, 0, stream);
 }
 
 }  // namespace flash_online::cuda::float64

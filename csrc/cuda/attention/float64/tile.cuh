@@ -183,46 +183,6 @@ __device__ __forceinline__ void multiply_columns(Outputs& d, int chunk, const Sc
 using State = OnlineSoftmax<double>;  // of a row; scores are natural, so that a mask's lowest number stays a number
 constexpr double kRescaleThreshold = 8;  // how far above the running maximum a block's may be before outputs are rescaled
 
-// A call, so that the kernels hold its code once.
-static __device__ __noinline__ double tanh_of(double x) { return ::tanh(x); }
-
-// How scores follow from products: scale, softcap and ALiBi.
-struct ScoreMod {
-  double scale;  // what a product is multiplied by: the scale, or scale / softcap
-  double cap;  // 0: none
-  double slope;  // 0: none
-
-  __device__ ScoreMod(const AttentionProblem& problem, int64_t batch, int64_t head)
-      : scale(problem.softcap > 0 ? problem.scale / problem.softcap : problem.scale),
-        cap(problem.softcap),
-        slope(problem.alibi_slopes ? static_cast<const double*>(
-                                         problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]]
-                                   : 0) {}
-
-  // d: a warp's, from row `row` of the block on. Calls derivative(i, j, e, x) with the softcap's derivatives, if there is one;
-  // the scale is left to what is made of gradients.
-  template <bool kTransposed, class Derivative>
-  __device__ __forceinline__ void apply(Scores& d, int row, const ScoreBlock& block, const Visibility& visible,
-                                        Derivative&& derivative) const {
-    if (cap > 0) {
-      for_each(d, [&](double& x, int i, int j, int e) {
-        const double capped = tanh_of(x * scale);
-        derivative(i, j, e, 1 - capped * capped);
-        x = __dmul_rn(cap, capped);
-      });
-    } else {
-      for_each(d, [&](double& x, int, int, int) { x = __dmul_rn(x, scale); });
-    }
-    if (slope != 0) {
-      const int64_t between = block.query + visible.offset - block.key;
-      for_each_score<kTransposed>(d, row, [&](int i, int j, int e, int query, int key) {
-        double& x = d[i][j][e];
-        x = ::fma(-slope, ::fabs(static_cast<double>(between + query - key)), x);
-      });
-    }
-  }
-};
-
 // Adds a float mask, or hides the scores that a bool mask does not show. Values are read where the mask lies.
 template <bool kTransposed>
 __device__ __forceinline__ void apply_mask(Scores& d, int row, const HeadMask& mask, const ScoreBlock& block) {
@@ -243,17 +203,12 @@ __device__ __forceinline__ void apply_mask(Scores& d, int row, const HeadMask& m
   });
 }
 
-// Discards the derivatives of a softcap.
-struct NoDerivative {
-  __device__ __forceinline__ void operator()(int, int, int, double) const {}
-};
-
 // Scores of products: score modification, mask, visibility. d: a warp's, from row `row` of the block on.
 template <bool kTransposed, class Derivative = NoDerivative>
-__device__ __forceinline__ void make_scores(Scores& d, int row, const ScoreMod& score_mod, const HeadMask& mask,
+__device__ __forceinline__ void make_scores(Scores& d, int row, const DoubleScoreMod& score_mod, const HeadMask& mask,
                                             bool mask_is_clear, const ScoreBlock& block, const Visibility& visible,
                                             Derivative&& derivative = {}) {
-  score_mod.apply<kTransposed>(d, row, block, visible, derivative);
+  apply_score_mod<kTransposed>(d, row, score_mod, block, visible, derivative);
   if (mask.data && !mask_is_clear) apply_mask<kTransposed>(d, row, mask, block);
   if (!block.whole) hide_scores<kTransposed>(d, row, block, visible);
 }
@@ -281,40 +236,41 @@ struct ResultRows {
         column_stride(view.stride[3]),
         columns(min(static_cast<int>(all_columns) - first_column, kColumns)) {}
 
-  // Writes a warp's sixteen rows, from `row` on, of `rows`. `factors`: what the lane's two rows are multiplied by. `part`: the
-  // warp's kPartDoubles in shared memory.
+  // Writes a warp's sixteen rows, from `row` on, of `rows`. `factors`: what the lane's two rows are multiplied by. `staged`:
+  // the warp's kStagedDoubles in shared memory.
   template <int kTiles>
   __device__ __forceinline__ void store(const double (&d)[kTiles][4], const double (&factors)[2], int row, int rows,
-                                        double* part) const {
+                                        double* staged) const {
     const int left = min(rows - row, kWarpRows);
     double* const to = data + row * row_stride;
 #pragma unroll
-    for (int first = 0; first < kTiles * 8; first += kPart) {
+    for (int first = 0; first < kTiles * 8; first += kStagedColumns) {
       if (first >= columns) break;
       __syncwarp();
 #pragma unroll
-      for (int j = 0; j < kPart / 8; ++j)
+      for (int j = 0; j < kStagedColumns / 8; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const double* const x = d[first / 8 + j] + 2 * half;
-          *reinterpret_cast<double2*>(part + (quad() + 8 * half) * kPartPitch + 8 * j + 2 * lane_in_quad()) =
+          *reinterpret_cast<double2*>(staged + (quad() + 8 * half) * kStagedPitch + 8 * j + 2 * lane_in_quad()) =
               make_double2(x[0] * factors[half], x[1] * factors[half]);
         }
       __syncwarp();
 #pragma unroll 1
-      for (int i = lane(); i < left * kPart; i += kWarpSize) {
-        const int r = i / kPart, c = i % kPart;
-        if (first + c < columns) to[r * row_stride + (first + c) * column_stride] = part[r * kPartPitch + c];
+      for (int i = lane(); i < left * kStagedColumns; i += kWarpSize) {
+        const int r = i / kStagedColumns, c = i % kStagedColumns;
+        if (first + c < columns) to[r * row_stride + (first + c) * column_stride] = staged[r * kStagedPitch + c];
       }
     }
   }
   // Stores the rows of a CTA's tile from `row` on, sixteen per warp. `stages`: the CTA's shared memory, no longer read.
   __device__ __forceinline__ void store(const Outputs& d, const double (&factors)[2], int row, int rows, double* stages) const {
-    static_assert(kMostWarps * kPartDoubles <= kStages * kStageDoubles);
-    store(d[0], factors, row + warp_row(), rows, stages + warp_row() / kWarpRows * kPartDoubles);
+    static_assert(kMostWarps * kStagedDoubles <= kStages * kStageDoubles);
+    store(d[0], factors, row + warp_row(), rows, stages + warp_row() / kWarpRows * kStagedDoubles);
   }
 
-  static constexpr int kPart = 16, kPartPitch = kPart + 2, kPartDoubles = kWarpRows * kPartPitch;  // columns at a time
+  static constexpr int kStagedColumns = 16, kStagedPitch = kStagedColumns + 2,
+                       kStagedDoubles = kWarpRows * kStagedPitch;  // columns at a time
 };
 
 // Zeros rows of one head.
@@ -339,16 +295,16 @@ inline int warps_for(int64_t rows, int row_bytes, int shared_bytes) {
   return warps;
 }
 
-// Launches a kernel with a CTA per piece of the result's columns and tile of queries, or of keys. Sets arguments.list.
+// Launches a kernel with a CTA per panel of the result's columns and tile of queries, or of keys. Sets arguments.list.
 template <auto kKernel, class Arguments>
 void launch_tiles(Arguments arguments, bool over_keys, int64_t heads, int64_t columns, int row_bytes, CUstream_st* stream) {
   const AttentionProblem& problem = arguments.problem;
   const int warps = warps_for(over_keys ? problem.keys : problem.queries, row_bytes,
                               device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
   arguments.list = TileList::of(problem, over_keys, heads, warps * kWarpRows).by_length(problem.visible, sm_count());
-  const int64_t pieces = std::max<int64_t>(ceil_div(columns, int64_t{kColumns}), 1);
+  const int64_t panels = std::max<int64_t>(ceil_div(columns, int64_t{kColumns}), 1);
   if (arguments.list.count() > 0)
-    launch<kKernel>(arguments, arguments.list.count() * pieces, warps * kWarpSize, shared_bytes_of(warps, row_bytes), stream);
+    launch<kKernel>(arguments, arguments.list.count() * panels, warps * kWarpSize, shared_bytes_of(warps, row_bytes), stream);
 }
 
 }  // namespace flash_online::cuda::float64

@@ -126,7 +126,8 @@ struct LargeRowsHead {
   HeadRows<Element> query, grad_out, key, value;
   HeadMask mask;
   Dropout dropout;
-  double slope, keep_scale;
+  DoubleScoreMod score_mod;
+  double keep_scale;
 
   __device__ LargeRowsHead(const LargeRowsArguments& arguments, const Sequence& sequence_, int64_t batch, int64_t head)
       : problem(arguments.problem),
@@ -137,9 +138,7 @@ struct LargeRowsHead {
         value(problem.value, batch, head / (problem.heads / problem.value_heads), sequence.keys.begin, problem.head_dim_v),
         mask(problem, batch, head),
         dropout(problem, batch, head),
-        slope(problem.alibi_slopes ? static_cast<const float*>(
-                                         problem.alibi_slopes)[batch * problem.alibi_stride[0] + head * problem.alibi_stride[1]]
-                                   : 0),
+        score_mod(DoubleScoreMod::of<float>(problem, batch, head)),
         keep_scale(arguments.keep_scale) {}
 
   // The keys that a query sees by position.
@@ -151,14 +150,14 @@ struct LargeRowsHead {
 
   // The natural score of a product, for a key that the query sees by position. `derivative`: d score / d (product * scale).
   __device__ double score(double product, int query_index, int key_index, double& derivative) const {
-    double x = product * problem.scale;
+    const double distance = ::fabs(static_cast<double>(query_index + sequence.visible.offset - key_index));
+    double x = product;
     derivative = 1;
-    if (problem.softcap > 0) {
-      const double capped = ::tanh(x / problem.softcap);
-      derivative = 1 - capped * capped;
-      x = problem.softcap * capped;
-    }
-    if (slope != 0) x -= slope * ::fabs(static_cast<double>(query_index + sequence.visible.offset - key_index));
+    score_mod.for_each([&](const auto& modification) {
+      const Modified<double> score = modification(x, distance);
+      x = score.value;
+      derivative *= score.derivative;
+    });
     if (!mask.data) return x;
     const char* const at = mask.data + query_index * mask.row_stride + key_index * mask.column_stride;
     visit_mask(mask.dtype, [&]<class T>(T) {
@@ -263,7 +262,7 @@ struct LargeRowsKernel {
       const int query = static_cast<int>(tile.block) * kStatsRows + first + r;
       load_row(shared.query[r], head.query, query, exists);
       group.queries[r] = query;
-      // A row without a gradient, as of padding, has no part in any.
+      // A row without a gradient, as of padding, adds nothing to any.
       const bool any = load_row(shared.grad_out[r], head.grad_out, query, exists);
       if (!__syncthreads_or(any || (exists && gradients.grad_lse))) continue;
       group.live |= 1u << r;
@@ -341,7 +340,7 @@ struct LargeRowsKernel {
                       : columns > 64 ? 128
                       : columns > 32 ? 64
                                      : 32,
-              parts = kThreads / width, part = thread / width, column = thread % width;
+              column_threads = kThreads / width, column_thread = thread / width, column = thread % width;
     static_assert(kThreads == 256);
     double sums[kMostColumns / kThreads][kRows] = {};
 #pragma unroll 1
@@ -364,7 +363,7 @@ struct LargeRowsKernel {
         if (c >= columns) continue;
         const Element* const data = head.key.data + first * head.key.row_stride + c * head.key.column_stride;
 #pragma unroll 4
-        for (int n = part; n < count; n += parts) {
+        for (int n = column_thread; n < count; n += column_threads) {
           const double x = widen(data[n * head.key.row_stride]);
 #pragma unroll
           for (int r = 0; r < kRows; ++r) sums[slot][r] += shared.grads[r][n] * x;
@@ -382,9 +381,9 @@ struct LargeRowsKernel {
         shared.sums[thread] = sums[slot][r];
         __syncthreads();
         const int c = column + slot * kThreads;
-        if (part > 0 || c >= columns || !(group.live >> r & 1)) continue;
+        if (column_thread > 0 || c >= columns || !(group.live >> r & 1)) continue;
         double sum = 0;
-        for (int n = 0; n < parts; ++n) sum += shared.sums[n * width + column];
+        for (int n = 0; n < column_threads; ++n) sum += shared.sums[n * width + column];
         to[group.queries[r] * view.stride[2] + c * view.stride[3]] = narrow<Element>(static_cast<float>(problem.scale * sum));
       }
   }
@@ -410,7 +409,7 @@ struct LargeRowsKernel {
     group.end = static_cast<int>(ceil_div(max(min(range.end, int64_t{tile.queries}), int64_t{0}), int64_t{kStatsRows}));
     KeySums sums = {};
     if (!add_blocks<true>(shared, sums, group)) return;
-    // A part that is no number may hide a sum that is one: float16 ends at 65504. The part of the other rows is then made
+    // A contribution that is not finite may hide a sum that is: float16 ends at 65504. That of the other rows is then made
     // again.
     if (__syncthreads_or(!all_finite(group))) {
       add_blocks<false>(shared, sums, group);
@@ -420,7 +419,7 @@ struct LargeRowsKernel {
     }
   }
 
-  // Adds the part of all rows that are marked, or of all that are not; false if there are none.
+  // Adds the contribution of all rows that are marked, or of all that are not; false if there are none.
   template <bool kMarked>
   __device__ bool add_blocks(KeysShared& shared, KeySums& sums, const KeyGroup& group) {
     const WorkTile& tile = group.tile;
@@ -470,7 +469,7 @@ struct LargeRowsKernel {
     return {lse == lowest<double>() ? -lse : lse, number(problem.lse_low), delta};
   }
 
-  // Adds the part of `count` rows of a block of queries, which begins at `query`; stats_of(row) has their statistics.
+  // Adds the contribution of `count` rows of a block of queries, which begins at `query`; stats_of(row) has their statistics.
   template <class StatsOf>
   __device__ __forceinline__ void add_rows(const Head& head, KeysShared& shared, KeySums& sums, int query, int count,
                                            const KeyGroup& group, StatsOf&& stats_of) {

@@ -11,7 +11,7 @@ namespace flash_online::cuda {
 
 struct BackwardWorkspace;
 
-// Their part of the workspace. The pre-pass marks them, and gives them the statistics of rows that see no key, so that the
+// Their memory of the workspace. The pre-pass marks them, and gives them the statistics of rows that see no key, so that the
 // kernels of all families leave them out. add_large_rows() takes the marks of rows without a gradient away.
 struct LargeRows {
   static constexpr int kWords = 2;  // per tile of kStatsRows queries
@@ -34,7 +34,7 @@ struct LargeRows {
   LargeRows(ScratchAllocator<>& scratch, int64_t tiles);
 };
 
-// The last launch of a backward pass: adds the part of the marked rows to all gradients.
+// The last launch of a backward pass: adds the contribution of the marked rows to all gradients.
 void add_large_rows(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
                     CUstream_st* stream);
 

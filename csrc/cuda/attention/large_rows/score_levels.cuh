@@ -18,7 +18,7 @@ namespace flash_online::cuda {
 // exponents of equal scores are 0.
 inline float lowest_product(float scale) { return scale <= 1 ? -0x1p126f : -std::ldexp(1.0f, 125 - std::ilogb(scale)); }
 
-// The least bound of a score that the mask's `value` is part of: lowest_product, but -inf where the value is -inf.
+// The least bound of a score that has the mask's `value` added: lowest_product, but -inf where the value is -inf.
 __device__ __forceinline__ float lower_bound(float value, float lowest) { return fmaf(value, 0x1p-120f, lowest); }
 
 // The lse of a row that sees nothing but lowest scores is that of the mask's lowest number: the scores themselves are beneath
@@ -45,8 +45,9 @@ __device__ __forceinline__ float exponent_below(float product, float scale, floa
   return is_large_score(pivot) ? __fsub_rn(__fmul_rn(product, scale), pivot) : fmaf(product, scale, -pivot);
 }
 
-// From this lse in base 2 on, large_rows.cu computes a row's part of the gradients. Hopper's 16-bit backward kernels subtract
-// lse in the float sums of the scores; at the lower bound a float's last digit is 2^-9. The float32 kernels keep more digits.
+// From this lse in base 2 on, large_rows.cu computes a row's contribution to the gradients. Hopper's 16-bit backward kernels
+// subtract lse in the float sums of the scores; at the lower bound a float's last digit is 2^-9. The float32 kernels keep more
+// digits.
 template <class Element>
 constexpr double kLargeLse = sizeof(Element) == 2 ? 0x1p15 : 0x1p20;
 

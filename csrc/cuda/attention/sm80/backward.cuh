@@ -41,7 +41,7 @@ struct BackwardSm80Arguments {
   DqMode dq_mode;
 };
 
-// A warp's part of a mask tile; its queries begin at `query`.
+// A warp's values of a mask tile; its queries begin at `query`.
 template <class Mask>
 struct LaterQueries {
   const Mask& mask;
@@ -125,7 +125,7 @@ template <class Element, int kHeadDim, Variant kVariant>
 class BackwardSm80Kernel {
  public:
   static constexpr bool kHasOptions = kVariant != Variant::kPlain;
-  static constexpr BackwardSm80Tile kTile = backward_sm80_tile(kSplitBytes<Element>, kHeadDim, kVariant);
+  static constexpr BackwardSm80Tile kTile = backward_sm80_tile(kDigitsBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kKeys = kTile.keys, kQueries = kTile.queries, kStages = kTile.stages;
 
   static int shared_bytes(const AttentionProblem& problem) {
@@ -161,18 +161,19 @@ class BackwardSm80Kernel {
   static constexpr bool kAllScore = kTile.score_key_warps * kTile.score_query_warps == kTile.warps;
   // dK and dV, [key][column].
   static constexpr bool kInRegisters = kTile.dkv_warps == 0;  // weights stay with the warp that makes them
-  static constexpr int kDkvSplit = kInRegisters ? 1 : kTile.warps / kTile.dkv_warps;
+  static constexpr int kDkvColumnWarps = kInRegisters ? 1 : kTile.warps / kTile.dkv_warps;
   static constexpr int kDkvRows = kKeys / (kInRegisters ? kTile.score_key_warps : kTile.dkv_warps) / 16;
-  static constexpr int kDkvWidth = kHeadDim / kDkvSplit;
+  static constexpr int kDkvWidth = kHeadDim / kDkvColumnWarps;
   // True if a warp sums over the keys for which it computes half of the weights: that half is a left operand in registers.
-  static constexpr bool kOwnHalf = kTile.dkv_warps == kTile.score_key_warps && kTile.score_query_warps == 2 && kDkvSplit == 2;
+  static constexpr bool kOwnHalf =
+      kTile.dkv_warps == kTile.score_key_warps && kTile.score_query_warps == 2 && kDkvColumnWarps == 2;
   // dQ, [query][column].
-  static constexpr int kDqSplit = kTile.warps / kTile.dq_warps;
-  static constexpr int kDqRows = kQueries / kTile.dq_warps / 16, kDqWidth = kHeadDim / kDqSplit;
+  static constexpr int kDqColumnWarps = kTile.warps / kTile.dq_warps;
+  static constexpr int kDqRows = kQueries / kTile.dq_warps / 16, kDqWidth = kHeadDim / kDqColumnWarps;
   // A step of a product with the left operand in registers takes two columns of accumulators.
   static_assert((!kInRegisters && !kOwnHalf) || kScoreColumns % 2 == 0);
 
-  using Piece = typename Split<Element>::Piece;
+  using Digit = typename Digits<Element>::Digit;
   using WideTile = SharedTile<Element, kHeadDim>;
   using ScoreTile = SharedTile<Element, kQueries>;
   using Scores = Accumulator<kScoreRows, kScoreColumns>;
@@ -207,7 +208,7 @@ class BackwardSm80Kernel {
   const ScoreTile grad_tile, weight_tile;
   MaskTile<kQueries, kKeys, kThreads> mask_tile;
 
-  // The warp's parts of the products.
+  // The warp's rows and columns of the products.
   const int warp;
   const int score_row, score_query;
   const int dkv_row, dkv_column;
@@ -233,19 +234,19 @@ class BackwardSm80Kernel {
         key(static_cast<int>(tile.block) * kKeys),
         last_key(min(key + kKeys, keys)),
         shared(shared_),
-        key_tile{reinterpret_cast<Piece*>(shared)},
-        value_tile{reinterpret_cast<Piece*>(shared + kKeyBytes)},
+        key_tile{reinterpret_cast<Digit*>(shared)},
+        value_tile{reinterpret_cast<Digit*>(shared + kKeyBytes)},
         stages(shared + 2 * kKeyBytes),
-        grad_tile{reinterpret_cast<Piece*>(stages + kStages * kStageBytes)},
-        weight_tile{reinterpret_cast<Piece*>(stages + kStages * kStageBytes + kScoreBytes)},
+        grad_tile{reinterpret_cast<Digit*>(stages + kStages * kStageBytes)},
+        weight_tile{reinterpret_cast<Digit*>(stages + kStages * kStageBytes + kScoreBytes)},
         mask_tile(shared + kBytes),
         warp(static_cast<int>(threadIdx.x) / kWarpSize),
         score_row(warp / kTile.score_query_warps * (16 * kScoreRows)),
         score_query(warp % kTile.score_query_warps * kScoreQueries),
-        dkv_row(kInRegisters ? score_row : warp / kDkvSplit * (16 * kDkvRows)),
-        dkv_column(kInRegisters ? 0 : warp % kDkvSplit * kDkvWidth),
-        dq_row(warp / kDqSplit * (16 * kDqRows)),
-        dq_column(warp % kDqSplit * kDqWidth),
+        dkv_row(kInRegisters ? score_row : warp / kDkvColumnWarps * (16 * kDkvRows)),
+        dkv_column(kInRegisters ? 0 : warp % kDkvColumnWarps * kDkvWidth),
+        dq_row(warp / kDqColumnWarps * (16 * kDqRows)),
+        dq_column(warp % kDqColumnWarps * kDqWidth),
         has_scores(kAllScore || warp < kTile.score_key_warps * kTile.score_query_warps),
         heads(static_cast<int>(problem.heads) / static_cast<int>(arguments.list.heads)),
         first_head(static_cast<int>(tile.head) * heads) {
@@ -258,10 +259,10 @@ class BackwardSm80Kernel {
   }
 
   __device__ __forceinline__ WideTile query_tile(int stage) const {
-    return {reinterpret_cast<Piece*>(stages + stage * kStageBytes)};
+    return {reinterpret_cast<Digit*>(stages + stage * kStageBytes)};
   }
   __device__ __forceinline__ WideTile grad_out_tile(int stage) const {
-    return {reinterpret_cast<Piece*>(stages + stage * kStageBytes + kQueryBytes)};
+    return {reinterpret_cast<Digit*>(stages + stage * kStageBytes + kQueryBytes)};
   }
   __device__ __forceinline__ RowStats row_stats(int stage) const {
     return {reinterpret_cast<float*>(stages + stage * kStageBytes + 2 * kQueryBytes)};
@@ -391,7 +392,8 @@ class BackwardSm80Kernel {
     }
   }
 
-  // S^T = K Q^T and dP^T = V dO^T of the warp's part, and from them P^T in `scores`, after dropout, and dS^T in `grads`.
+  // S^T = K Q^T and dP^T = V dO^T of the warp's keys and queries, and from them P^T in `scores`, after dropout, and dS^T in
+  // `grads`.
   __device__ __forceinline__ void make_weights_and_grad_scores(Scores& scores, Scores& grads, const Head& head, int stage,
                                                                const ScoreBlock& here, unsigned kept, bool masked) const {
     Compensation score_compensation, grad_compensation;
@@ -433,7 +435,7 @@ class BackwardSm80Kernel {
   __device__ __forceinline__ void make_scores(Scores& scores, Compensation& compensation, Scores& grads, const Head& head,
                                               const ScoreBlock& here, const RowStats& stats, bool masked) const {
     if (kHasOptions && head.score_mod.has_score_mod)
-      apply_score_mod<true>(scores, score_row, head.score_mod, here, sequence.visible, &grads, &compensation);
+      apply_score_mod<true>(scores, score_row, head.score_mod, here, sequence.visible, TimesDerivative{grads}, &compensation);
     if (masked)
       mask_scores<true>(
           scores, score_row, head.mask.dtype, head.score_mod.lowest_score,
@@ -577,7 +579,7 @@ template <int kHeadDim>
 BackwardWorkspace backward_sm80_workspace(const BackwardPass& pass, void* workspace) {
   const bool accumulates = dq_mode_on_sm80<kHeadDim>(pass.problem, pass.deterministic) == DqMode::kAccumulate;
   return BackwardWorkspace(pass.problem, pass.gradients, kHeadDim, accumulates,
-                           mask_gradient_parts(pass.problem, pass.gradients), workspace);
+                           mask_gradient_partials(pass.problem, pass.gradients), workspace);
 }
 
 template <class Element, int kHeadDim, Variant kVariant>
@@ -631,7 +633,7 @@ void AttentionBackwardSm80<kHeadDim>::run(const BackwardPass& pass, void* worksp
                                 });
   if (dq_mode == DqMode::kAccumulate) convert_dq_accum(problem, gradients, space, stream);
   if (dq_mode == DqMode::kNone) AttentionBackwardDqSm80<kHeadDim>::run(pass, space, stream);
-  if (gradients.grad_sinks) reduce_sink_parts(problem, gradients, space, stream);
+  if (gradients.grad_sinks) reduce_sink_partials(problem, gradients, space, stream);
   if (gradients.grad_mask.data) mask_gradient(problem, gradients, space, stream);
   add_large_rows(problem, gradients, space, stream);
 }

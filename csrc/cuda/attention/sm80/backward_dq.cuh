@@ -29,7 +29,7 @@ struct BackwardDqSm80Arguments {
 template <class Element, int kHeadDim>
 class BackwardDqSm80Kernel {
  public:
-  static constexpr BackwardDqSm80Tile kTile = backward_dq_sm80_tile(kSplitBytes<Element>, kHeadDim);
+  static constexpr BackwardDqSm80Tile kTile = backward_dq_sm80_tile(kDigitsBytes<Element>, kHeadDim);
   static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys, kColumns = kTile.columns;
 
   static int shared_bytes(const AttentionProblem& problem) {
@@ -40,12 +40,12 @@ class BackwardDqSm80Kernel {
   __device__ __forceinline__ static void run(const BackwardDqSm80Arguments& arguments) {
     extern __shared__ __align__(16) char shared[];
     const AttentionProblem& problem = arguments.problem;
-    // CTAs are an outer list of pieces of dQ's columns, each with the list of tiles.
-    const int64_t tiles = arguments.list.count(), piece = blockIdx.x / tiles;
+    // CTAs are an outer list of panels of dQ's columns, each with the list of tiles.
+    const int64_t tiles = arguments.list.count(), panel = blockIdx.x / tiles;
     const WorkTile tile(problem,
                         tile_coord(problem, arguments.list, blockIdx.x % tiles, false, kQueries, problem.visible.right >= 0));
     if (tile.block < 0 || tile.block * kQueries >= tile.queries) return;
-    BackwardDqSm80Kernel kernel(arguments, tile, static_cast<int>(piece) * kColumns, shared);
+    BackwardDqSm80Kernel kernel(arguments, tile, static_cast<int>(panel) * kColumns, shared);
     // Accumulators are not members: the compiler would keep the other members in memory until loops are unrolled.
     DqAccumulator grad_query;
     kernel.mainloop(grad_query);
@@ -53,7 +53,7 @@ class BackwardDqSm80Kernel {
   }
 
  private:
-  using Piece = typename Split<Element>::Piece;
+  using Digit = typename Digits<Element>::Digit;
   using WideTile = SharedTile<Element, kHeadDim>;
   using DqAccumulator = Accumulator<1, kColumns / 8>;
   using Scores = Accumulator<1, kKeys / 8>;
@@ -99,10 +99,10 @@ class BackwardDqSm80Kernel {
         query(static_cast<int>(tile.block) * kQueries),
         last_query(min(query + kQueries, queries)),
         column(column_),
-        query_tile{reinterpret_cast<Piece*>(shared)},
-        grad_out_tile{reinterpret_cast<Piece*>(shared + kQueryBytes)},
-        key_tile{reinterpret_cast<Piece*>(shared + 2 * kQueryBytes)},
-        value_tile{reinterpret_cast<Piece*>(shared + 2 * kQueryBytes + kKeyBytes)},
+        query_tile{reinterpret_cast<Digit*>(shared)},
+        grad_out_tile{reinterpret_cast<Digit*>(shared + kQueryBytes)},
+        key_tile{reinterpret_cast<Digit*>(shared + 2 * kQueryBytes)},
+        value_tile{reinterpret_cast<Digit*>(shared + 2 * kQueryBytes + kKeyBytes)},
         mask_tile(shared + kBytes),
         key_rows(problem.key, batch, head / (problem.heads / problem.key_heads), sequence.keys.begin, problem.head_dim),
         value_rows(problem.value, batch, head / (problem.heads / problem.value_heads), sequence.keys.begin, problem.head_dim_v),
@@ -196,7 +196,8 @@ class BackwardDqSm80Kernel {
   // Turns products into scores: score modification (its derivative multiplies `grads`), mask and visibility.
   __device__ __forceinline__ void make_scores(Scores& scores, Compensation& compensation, Scores& grads, const ScoreBlock& here,
                                               const RowStats& stats) const {
-    if (score_mod.has_score_mod) apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, &grads, &compensation);
+    if (score_mod.has_score_mod)
+      apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, TimesDerivative{grads}, &compensation);
     if (mask.data && !mask_is_clear)
       mask_scores<false>(
           scores, row, mask.dtype, score_mod.lowest_score, mask_tile, [&] { return fminf(stats.lse[0], stats.lse[1]); },
@@ -238,9 +239,9 @@ void AttentionBackwardDqSm80<kHeadDim>::run(const BackwardPass& pass, const Back
         .score_mod = ScoreMod(problem),
         .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
     };
-    const int64_t pieces = (problem.head_dim + Kernel::kColumns - 1) / Kernel::kColumns;
-    if (arguments.list.count() * pieces == 0) return;
-    launch<attention_backward_dq_sm80<Element, kHeadDim>>(arguments, arguments.list.count() * pieces, Kernel::kThreads,
+    const int64_t panels = (problem.head_dim + Kernel::kColumns - 1) / Kernel::kColumns;
+    if (arguments.list.count() * panels == 0) return;
+    launch<attention_backward_dq_sm80<Element, kHeadDim>>(arguments, arguments.list.count() * panels, Kernel::kThreads,
                                                           Kernel::shared_bytes(problem), stream);
   });
 }

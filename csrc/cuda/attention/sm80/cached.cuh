@@ -1,5 +1,5 @@
 // Attention over cached keys: the kernel of forward.cuh with keys and values from the pages of a pool. If queries are few, each
-// CTA takes one piece of the keys.
+// CTA takes one kv_split of the keys.
 #pragma once
 
 #include "forward.cuh"
@@ -20,7 +20,7 @@ void visit_cached_sm80(const AttentionProblem& problem, F&& f, SharedBytes... sh
 }
 
 template <class Kernel>
-int64_t value_pieces_of(const AttentionProblem& problem) {
+int64_t value_panels_of(const AttentionProblem& problem) {
   return std::max<int64_t>(ceil_div(problem.head_dim_v, int64_t{Kernel::kHeadDimV}), 1);
 }
 
@@ -28,7 +28,7 @@ int64_t value_pieces_of(const AttentionProblem& problem) {
 template <class Kernel>
 int group_of(const AttentionProblem& problem) {
   const int64_t group = problem.heads / problem.key_heads;
-  int64_t heads = problem.alibi_slopes ? 1 : std::min<int64_t>(group, Kernel::kQueries);
+  int64_t heads = score_mods(problem) & kScoreModsOfHead ? 1 : std::min<int64_t>(group, Kernel::kQueries);
   while (group % heads != 0) --heads;
   return static_cast<int>(heads);
 }
@@ -40,9 +40,9 @@ TileList cached_tiles_of(const AttentionProblem& problem) {
 }
 
 template <class Kernel>
-CachedPieces cached_pieces_of(const AttentionProblem& problem) {
+KvSplits cached_kv_splits_of(const AttentionProblem& problem) {
   const int64_t tiles = cached_tiles_of<Kernel>(problem).count();
-  return CachedPieces::of(problem, tiles * value_pieces_of<Kernel>(problem), int64_t{sm_count()} * Kernel::kTile.ctas_per_sm);
+  return KvSplits::of(problem, tiles * value_panels_of<Kernel>(problem), int64_t{sm_count()} * Kernel::kTile.ctas_per_sm);
 }
 
 template <int kHeadDim>
@@ -65,7 +65,7 @@ int64_t AttentionCachedSm80<kHeadDim>::workspace_bytes(const ForwardPass& pass) 
   visit_cached_sm80<kHeadDim>(pass.problem,
                               [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
                                 using Kernel = CachedSm80Kernel<Element, kHeadDim, kVariant>;
-                                bytes = cached_pieces_of<Kernel>(pass.problem).bytes(pass.problem);
+                                bytes = cached_kv_splits_of<Kernel>(pass.problem).bytes(pass.problem);
                               });
   return bytes;
 }
@@ -82,15 +82,15 @@ void AttentionCachedSm80<kHeadDim>::run(const ForwardPass& pass, void* workspace
             .map = {},
             .score_mod = ScoreMod(problem),
             .keep_scale = 1,
-            .pieces = cached_pieces_of<Kernel>(problem),
+            .kv_splits = cached_kv_splits_of<Kernel>(problem),
             .group = group_of<Kernel>(problem),
         };
         arguments.score_mod.has_score_mod |= problem.cache.key_scale != nullptr;
-        arguments.pieces.parts = static_cast<float*>(workspace);
+        arguments.kv_splits.partials = static_cast<float*>(workspace);
         launch<attention_forward_sm80<Element, kHeadDim, kVariant, true>>(
-            arguments, arguments.list.count() * arguments.pieces.most * value_pieces_of<Kernel>(problem), Kernel::kThreads,
+            arguments, arguments.list.count() * arguments.kv_splits.most * value_panels_of<Kernel>(problem), Kernel::kThreads,
             Kernel::shared_bytes(problem), stream);
-        merge_pieces(problem, arguments.pieces, stream);
+        merge_kv_splits(problem, arguments.kv_splits, stream);
       });
 }
 

@@ -9,7 +9,7 @@
 #include "../../hw/launch.h"
 #include "../../hw/named_barrier.cuh"
 #include "../../mma/gemm.cuh"
-#include "../cache/pieces.cuh"
+#include "../cache/kv_splits.cuh"
 #include "../common/dropout.cuh"
 #include "../common/mask_map.cuh"
 #include "../common/scores.cuh"
@@ -29,7 +29,7 @@ struct ForwardSm80Arguments {
   MaskMap map;
   ScoreMod score_mod;
   float keep_scale;  // 1 / (1 - dropout)
-  CachedPieces pieces;  // of cached keys
+  KvSplits kv_splits;  // of cached keys
   int group = 1;  // heads per tile, over cached keys
 };
 
@@ -39,11 +39,11 @@ template <class Element, int kHeadDim, Variant kVariant, bool kCached = false>
 class ForwardSm80Kernel {
  public:
   static constexpr bool kHasOptions = kVariant != Variant::kPlain, kHasMask = kHasOptions && !kCached;
-  static constexpr ForwardSm80Tile kTile = forward_sm80_tile(kSplitBytes<Element>, kHeadDim, kVariant);
+  static constexpr ForwardSm80Tile kTile = forward_sm80_tile(kDigitsBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kHeadDimV = kTile.head_dim_v, kRowTiles = kTile.row_tiles;
-  static constexpr int kRowWarps = kTile.warps / kTile.key_parts;  // with different rows
-  static constexpr int kWarpKeys = kKeys / kTile.key_parts;  // of a step, per warp
+  static constexpr int kRowWarps = kTile.warps / kTile.key_warps;  // with different rows
+  static constexpr int kWarpKeys = kKeys / kTile.key_warps;  // of a step, per warp
 
   static int shared_bytes(const AttentionProblem& problem) {
     const int rows = !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
@@ -55,7 +55,7 @@ class ForwardSm80Kernel {
   __device__ static void run(const ForwardSm80Arguments& arguments);
 
  private:
-  using Piece = typename Split<Element>::Piece;
+  using Digit = typename Digits<Element>::Digit;
   using QueryTile = SharedTile<Element, kHeadDim>;
   using ValueTile = SharedTile<Element, kHeadDimV>;
   using Outputs = Accumulator<kRowTiles, kHeadDimV / 8>;
@@ -73,36 +73,36 @@ class ForwardSm80Kernel {
   static_assert(kQueryBytes % 16 == 0 && kKeyBytes % 16 == 0 && kValueBytes % 16 == 0);
   static_assert(kQueryBytes + kKeyBytes + kValueBytes == kTile.shared_bytes());
 
-  // The work of a CTA: queries [query, last_query) of one or more heads; `sequence` has the keys of one piece.
+  // The work of a CTA: queries [query, last_query) of one or more heads; `sequence` has the keys of one kv_split.
   struct Work {
     int64_t batch, head;  // the first head
-    int64_t key_piece, pieces;  // of cached keys
-    int64_t value_piece;  // of the values' columns
+    int64_t kv_split, kv_splits;  // of cached keys
+    int64_t value_panel;  // of the values' columns
     TileRows rows;
     Sequence sequence;
     int query, last_query;
   };
 
-  // Sets `work`; false where the CTA has none. CTAs are an outer list of pieces of the values' columns, and of cached keys,
-  // each with the list of tiles. The first CTA of a packed sequence's head also clears what has no result.
+  // Sets `work`; false where the CTA has none. CTAs are an outer list of panels of the values' columns, and of kv_splits of
+  // cached keys, each with the list of tiles. The first CTA of a packed sequence's head also clears what has no result.
   __device__ __forceinline__ static bool find_work(const ForwardSm80Arguments& arguments, Work& work) {
     const AttentionProblem& problem = arguments.problem;
-    const int64_t tiles = arguments.list.count(), key_pieces = kCached ? arguments.pieces.most : 1;
-    work.key_piece = blockIdx.x / tiles % key_pieces;
-    work.value_piece = blockIdx.x / tiles / key_pieces;
+    const int64_t tiles = arguments.list.count(), most_kv_splits = kCached ? arguments.kv_splits.most : 1;
+    work.kv_split = blockIdx.x / tiles % most_kv_splits;
+    work.value_panel = blockIdx.x / tiles / most_kv_splits;
     if constexpr (kCached) work.rows = {arguments.group};
     const int tile_queries = kQueries / work.rows.heads;
     const TileCoord tile =
         tile_coord(problem, arguments.list, blockIdx.x % tiles, false, tile_queries, problem.visible.right >= 0);
     work.batch = tile.sequence;
     work.head = tile.head * work.rows.heads;
-    if (problem.query_starts && tile.block == 0 && work.value_piece == 0 && work.key_piece == 0)
+    if (problem.query_starts && tile.block == 0 && work.value_panel == 0 && work.kv_split == 0)
       for (int n = 0; n < work.rows.heads; ++n) clear_padding(problem, work.batch, work.head + n);
     work.sequence = kCached ? cached_sequence(problem, work.batch) : sequence_of(problem, work.batch);
     const int queries = static_cast<int>(work.sequence.queries.count);
-    work.pieces = kCached ? arguments.pieces.count_of(work.sequence) : 1;
-    if (work.key_piece >= work.pieces || tile.block < 0 || tile.block * tile_queries >= queries) return false;
-    if (kCached) work.sequence = part_of(work.sequence, piece_of(work.sequence.keys.count, work.pieces, work.key_piece));
+    work.kv_splits = kCached ? arguments.kv_splits.count_of(work.sequence) : 1;
+    if (work.kv_split >= work.kv_splits || tile.block < 0 || tile.block * tile_queries >= queries) return false;
+    if (kCached) work.sequence = with_keys(work.sequence, kv_split_of(work.sequence.keys.count, work.kv_splits, work.kv_split));
     work.query = static_cast<int>(tile.block) * tile_queries;
     work.last_query = min(work.query + tile_queries, queries);
     return true;
@@ -206,12 +206,12 @@ class ForwardSm80Kernel {
   }
 
   // Merges the results of the warps that share queries into those of the first warp, through shared memory not in use.
-  __device__ __forceinline__ static void merge_key_parts(float4* memory, int warp, int key_part, Outputs& out,
+  __device__ __forceinline__ static void merge_key_warps(float4* memory, int warp, int key_warp, Outputs& out,
                                                          RowStates& states) {
     constexpr int kVectors = kRowTiles * (kHeadDimV / 8), kStates = kRowTiles;  // per lane
     static_assert(kRowWarps * (kVectors + kStates) * kWarpSize * 16 <= kTile.shared_bytes());
     float4* const from = memory + warp % kRowWarps * (kVectors + kStates) * kWarpSize + lane();
-    if (key_part == 1) {
+    if (key_warp == 1) {
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         from[i * kWarpSize] = {states[i][0].max, states[i][0].sum, states[i][1].max, states[i][1].sum};
@@ -221,7 +221,7 @@ class ForwardSm80Kernel {
       }
     }
     __syncthreads();
-    if (key_part == 1) return;
+    if (key_warp == 1) return;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       const float4 other = from[i * kWarpSize];
@@ -229,10 +229,10 @@ class ForwardSm80Kernel {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         ScoreState& state = states[i][half];
-        const ScoreState part{half ? other.z : other.x, half ? other.w : other.y};
-        factors[half] = state.raise_max(part.max);
-        others[half] = ScoreState::rescale(part.max, state.max);
-        state.add(part.sum * others[half]);
+        const ScoreState partial{half ? other.z : other.x, half ? other.w : other.y};
+        factors[half] = state.raise_max(partial.max);
+        others[half] = ScoreState::rescale(partial.max, state.max);
+        state.add(partial.sum * others[half]);
       }
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 8; ++j) {
@@ -274,7 +274,7 @@ class ForwardSm80Kernel {
     return is_empty;
   }
 
-  // Stores lse of the row as two floats: the sink's where the row is empty besides. The state is in base 2 and lse in base e:
+  // Stores lse of the row as two floats: the sink's where the row is empty otherwise. The state is in base 2 and lse in base e:
   // the sum of maximum and logarithm is made in double, so that the product with ln 2 loses nothing that the two floats would
   // hold.
   __device__ __forceinline__ static void store_lse(const ForwardSm80Arguments& arguments, const ScoreState& state,
@@ -306,10 +306,10 @@ class ForwardSm80Kernel {
     }
   };
 
-  // Stores the partial results of a piece of the keys.
-  __device__ __forceinline__ static void store_part(const ForwardSm80Arguments& arguments, const ResultTile& results,
-                                                    int64_t key_piece, const Outputs& out, RowStates& states) {
-    const CachedPieces& pieces = arguments.pieces;
+  // Stores the partial results of a kv_split of the keys.
+  __device__ __forceinline__ static void store_partial(const ForwardSm80Arguments& arguments, const ResultTile& results,
+                                                       int64_t kv_split, const Outputs& out, RowStates& states) {
+    const KvSplits& kv_splits = arguments.kv_splits;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
@@ -317,12 +317,12 @@ class ForwardSm80Kernel {
         join_sums(states[i][half]);
         const int64_t index = results.index_of(arguments.problem, i, half);
         if (index < 0) continue;
-        float* const to = pieces.part(index, key_piece);
+        float* const to = kv_splits.partial(index, kv_split);
 #pragma unroll
         for (int j = 0; j < kHeadDimV / 8; ++j)
           if (const int column = 8 * j + 2 * lane_in_quad(); column < results.columns)
             *reinterpret_cast<float2*>(to + results.first_column + column) = {out[i][j][2 * half], out[i][j][2 * half + 1]};
-        if (results.first_column == 0 && lane_in_quad() == 0) pieces.state(to) = {states[i][half].max, states[i][half].sum};
+        if (results.first_column == 0 && lane_in_quad() == 0) kv_splits.state(to) = {states[i][half].max, states[i][half].sum};
       }
   }
 
@@ -361,12 +361,12 @@ class ForwardSm80Kernel {
   // Stores the results of a warp's rows from `row` on, once the warps that share them have merged theirs.
   __device__ __forceinline__ static void finish(const ForwardSm80Arguments& arguments, const Work& work, char* shared, int warp,
                                                 int row, Outputs& out, RowStates& states) {
-    if constexpr (kTile.key_parts > 1) {
-      merge_key_parts(reinterpret_cast<float4*>(shared), warp, warp / kRowWarps, out, states);
+    if constexpr (kTile.key_warps > 1) {
+      merge_key_warps(reinterpret_cast<float4*>(shared), warp, warp / kRowWarps, out, states);
       if (warp >= kRowWarps) return;
       sync_named(1, kRowWarps * kWarpSize);  // all have read what they merge
     }
-    const int first_column = static_cast<int>(work.value_piece) * kHeadDimV;
+    const int first_column = static_cast<int>(work.value_panel) * kHeadDimV;
     const ResultTile results{work.batch,
                              work.head,
                              work.rows,
@@ -374,10 +374,10 @@ class ForwardSm80Kernel {
                              row,
                              first_column,
                              min(static_cast<int>(arguments.problem.head_dim_v) - first_column, kHeadDimV)};
-    if (kCached && work.pieces > 1)
-      store_part(arguments, results, work.key_piece, out, states);
+    if (kCached && work.kv_splits > 1)
+      store_partial(arguments, results, work.kv_split, out, states);
     else
-      store_results(arguments, results, ValueTile{reinterpret_cast<Piece*>(shared)}, out, states);
+      store_results(arguments, results, ValueTile{reinterpret_cast<Digit*>(shared)}, out, states);
   }
 };
 
@@ -389,12 +389,12 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
 
   Work work;
   if (!find_work(arguments, work)) return;
-  const auto& [batch, head, key_piece, pieces, value_piece, rows, sequence, query, last_query] = work;
+  const auto& [batch, head, kv_split, kv_splits, value_panel, rows, sequence, query, last_query] = work;
   const int queries = static_cast<int>(sequence.queries.count), keys = static_cast<int>(sequence.keys.count);
 
   // Shared memory holds queries, keys, values and the mask.
-  const QueryTile query_tile{reinterpret_cast<Piece*>(shared)}, key_tile{reinterpret_cast<Piece*>(shared + kQueryBytes)};
-  const ValueTile value_tile{reinterpret_cast<Piece*>(shared + kQueryBytes + kKeyBytes)};
+  const QueryTile query_tile{reinterpret_cast<Digit*>(shared)}, key_tile{reinterpret_cast<Digit*>(shared + kQueryBytes)};
+  const ValueTile value_tile{reinterpret_cast<Digit*>(shared + kQueryBytes + kKeyBytes)};
   MaskTile<kQueries, kKeys, kThreads> mask_tile(shared + kQueryBytes + kKeyBytes + kValueBytes);
 
   const int64_t key_head = head / (problem.heads / problem.key_heads),
@@ -402,15 +402,15 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.head_dim);
   const KeyRows key_rows = rows_of(problem, problem.key, batch, sequence.keys, key_head, problem.head_dim, 0, 0),
                 value_rows = rows_of(problem, problem.value, batch, sequence.keys, value_head, problem.head_dim_v,
-                                     value_piece * kHeadDimV, kKeys * kHeadDim);
+                                     value_panel * kHeadDimV, kKeys * kHeadDim);
   const HeadMask mask(problem, batch, head);
   auto score_mod = score_mod_of_head<Element>(arguments.score_mod, problem, batch, head);
   if (kCached) score_mod.multiply(scale_of(problem.cache.key_scale, problem.cache.key_scale_stride, batch, key_head));
   const Dropout dropout(problem, batch, head);
   const float scale = kHasOptions ? score_mod.remaining_scale() : score_mod.scale;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize, key_part = kTile.key_parts == 1 ? 0 : warp / kRowWarps,
-            own_keys = key_part * kWarpKeys;  // the warp's first key in a step
-  const int row = (warp - key_part * kRowWarps) * 16 * kRowTiles;  // the warp's first in the tile
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize, key_warp = kTile.key_warps == 1 ? 0 : warp / kRowWarps,
+            own_keys = key_warp * kWarpKeys;  // the warp's first key in a step
+  const int row = (warp - key_warp * kRowWarps) * 16 * kRowTiles;  // the warp's first in the tile
   const bool is_idle = kCached && row >= (last_query - query) * rows.heads;  // the warp loads for the others alone
 
   const KeyRange range = keys_of_any(sequence.visible, query, last_query, keys);
@@ -456,7 +456,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
       const bool whole = all_see(sequence.visible, query, last_query, key, key + kKeys, keys);
       const auto here = score_block({query, key + own_keys, queries, keys, whole}, rows);
       if (kHasOptions && score_mod.has_score_mod)
-        apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, nullptr, &compensation);
+        apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, NoDerivative{}, &compensation);
       const auto least = [&] { return least_max(states); };
       if (masked) mask_scores<false>(scores, row, mask.dtype, score_mod.lowest_score, mask_tile, least, &compensation);
       renormalize(scores, compensation);
@@ -497,11 +497,11 @@ void launch_forward_sm80(const AttentionProblem& problem, const MaskMap& map, CU
       .map = map,
       .score_mod = ScoreMod(problem),
       .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
-      .pieces = {},
+      .kv_splits = {},
   };
-  const int64_t value_pieces = (problem.head_dim_v + Kernel::kHeadDimV - 1) / Kernel::kHeadDimV;
+  const int64_t value_panels = (problem.head_dim_v + Kernel::kHeadDimV - 1) / Kernel::kHeadDimV;
   launch<attention_forward_sm80<Element, kHeadDim, kVariant>>(arguments,
-                                                              arguments.list.count() * (value_pieces > 0 ? value_pieces : 1),
+                                                              arguments.list.count() * (value_panels > 0 ? value_panels : 1),
                                                               Kernel::kThreads, Kernel::shared_bytes(problem), stream);
 }
 

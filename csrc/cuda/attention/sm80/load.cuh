@@ -33,7 +33,8 @@ struct TileCopy {
   int rows, width, threads;
 };
 
-// kCount vectors of floats per thread on their way into a tile of their pieces: each is read to registers, split, and stored.
+// kCount vectors of floats per thread on their way into a tile of their digits: each is read to registers, cut into digits, and
+// stored.
 template <class Element, TileCopy kCopy, int kCount>
 struct FloatsInRegisters {
   static constexpr unsigned kPerRow = kCopy.width / 4, kVectors = kCopy.rows * kPerRow;
@@ -69,33 +70,33 @@ struct FloatsInRegisters {
       values[n] = make_float4(element(0), element(1), element(2), element(3));
     }
   }
-  // Calls f(row, column, piece, words) for the pieces of the vectors, each times `factor`.
+  // Calls f(row, column, digit, words) for the digits of the vectors, each times `factor`.
   template <class F>
-  __device__ __forceinline__ void for_each_piece(F&& f, int first = 0, float factor = 1) const {
+  __device__ __forceinline__ void for_each_digit(F&& f, int first = 0, float factor = 1) const {
     using Operand = Fragments<Element>;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       const unsigned index = threadIdx.x + (first + n) * kCopy.threads;
       if (kVectors % (kCopy.threads * kCount) != 0 && index >= kVectors) return;
-      unsigned left[Operand::kPieces], right[Operand::kPieces];
-      Operand::split(left, values[n].x * factor, values[n].y * factor);
-      Operand::split(right, values[n].z * factor, values[n].w * factor);
+      unsigned left[Operand::kDigits], right[Operand::kDigits];
+      Operand::to_digits(left, values[n].x * factor, values[n].y * factor);
+      Operand::to_digits(right, values[n].z * factor, values[n].w * factor);
 #pragma unroll
-      for (int piece = 0; piece < Operand::kPieces; ++piece)
-        f(index / kPerRow, index % kPerRow * 4, piece, make_uint2(left[piece], right[piece]));
+      for (int digit = 0; digit < Operand::kDigits; ++digit)
+        f(index / kPerRow, index % kPerRow * 4, digit, make_uint2(left[digit], right[digit]));
     }
   }
   // Stores them to a tile.
   __device__ __forceinline__ void put(SharedTile<Element, kCopy.width> tile, int first = 0, float factor = 1) const {
-    for_each_piece([&](unsigned row, unsigned column, int piece,
-                       uint2 words) { *reinterpret_cast<uint2*>(tile.row(row, piece) + column) = words; },
+    for_each_digit([&](unsigned row, unsigned column, int digit,
+                       uint2 words) { *reinterpret_cast<uint2*>(tile.row(row, digit) + column) = words; },
                    first, factor);
   }
 };
 
-// Loads floats, times `factor`, into a tile of their pieces: rows and columns as in the other load().
+// Loads floats, times `factor`, into a tile of their digits: rows and columns as in the other load().
 template <int kRows, int kThreads, class Element, int kWidth>
-  requires(Fragments<Element>::kPieces > 1)
+  requires(Fragments<Element>::kDigits > 1)
 __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const HeadRows<Element>& from, int row, int rows,
                                      float factor = 1) {
   constexpr int kCount = 4;
@@ -114,11 +115,11 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Hea
       const int r = index / (kWidth / 2), c = index % (kWidth / 2) * 2;
       const float* const at = reinterpret_cast<const float*>(from.data + (row + r) * from.row_stride + c * from.column_stride);
       const bool there = row + r < rows;
-      unsigned words[F::kPieces];
-      F::split(words, there && c < from.columns ? at[0] * factor : 0,
-               there && c + 1 < from.columns ? at[from.column_stride] * factor : 0);
+      unsigned words[F::kDigits];
+      F::to_digits(words, there && c < from.columns ? at[0] * factor : 0,
+                   there && c + 1 < from.columns ? at[from.column_stride] * factor : 0);
 #pragma unroll
-      for (int piece = 0; piece < F::kPieces; ++piece) *reinterpret_cast<unsigned*>(tile.row(r, piece) + c) = words[piece];
+      for (int digit = 0; digit < F::kDigits; ++digit) *reinterpret_cast<unsigned*>(tile.row(r, digit) + c) = words[digit];
     }
   }
 }
@@ -126,7 +127,7 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Hea
 // Copies the rows [row, row + kRows) into a tile; what is past `rows` or past the columns becomes 0. The tile may be read after
 // cp_async_commit, cp_async_wait and a barrier.
 template <int kRows, int kThreads, class Element, int kWidth>
-  requires(Fragments<Element>::kPieces == 1)
+  requires(Fragments<Element>::kDigits == 1)
 __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const HeadRows<Element>& from, int row, int rows) {
   constexpr int kPer = kPerVector<Element>, kChunks = kWidth / kPer;
   const int thread = static_cast<int>(threadIdx.x), left = min(rows - row, kRows);
@@ -169,15 +170,15 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Hea
 template <int kRows, int kThreads, class Element, int kWidth>
 __device__ __forceinline__ void load_values(SharedTile<Element, kWidth> tile, const HeadRows<Element>& from, int row, int rows,
                                             [[maybe_unused]] float keep_scale) {
-  if constexpr (Fragments<Element>::kPieces > 1)
+  if constexpr (Fragments<Element>::kDigits > 1)
     load<kRows, kThreads>(tile, from, row, rows, keep_scale);
   else
     load<kRows, kThreads>(tile, from, row, rows);
 }
 
 // Loads a tile while the CTA works on others: start() at any time, finish() once all threads have done with the tile. 16-bit
-// elements are copied straight to a tile that must be free at start(); floats stay in registers until they are split.
-template <class Element, TileCopy kCopy, bool kSplit = (Fragments<Element>::kPieces > 1)>
+// elements are copied straight to a tile that must be free at start(); floats stay in registers until they are cut into digits.
+template <class Element, TileCopy kCopy, bool kInDigits = (Fragments<Element>::kDigits > 1)>
 struct TilePrefetch {
   using Tile = SharedTile<Element, kCopy.width>;
   __device__ __forceinline__ void start(Tile tile, const HeadRows<Element>& from, int row, int rows) {

@@ -27,13 +27,13 @@ template <int kRows, int kThreads, class Element, int kWidth>
 __device__ __forceinline__ void load_group(SharedTile<Element, kWidth> tile, const HeadRows<Element>& from, int64_t head_stride,
                                            const GroupRows& rows, int query, int queries) {
   using F = Fragments<Element>;
-  constexpr int kPer = F::kPieces == 1 ? 8 : 2, kChunks = kWidth / kPer;
+  constexpr int kPer = F::kDigits == 1 ? 8 : 2, kChunks = kWidth / kPer;
   const bool vectors = from.vectors && head_stride * sizeof(Element) % kVectorBytes == 0;
   for (int index = static_cast<int>(threadIdx.x); index < kRows * kChunks; index += kThreads) {
     const int r = index / kChunks, c = index % kChunks * kPer, at = query + rows.query_of(r);
     const Element* const source = from.data + rows.head_of(r) * head_stride + at * from.row_stride + c * from.column_stride;
     const int there = at < queries ? min(from.columns - c, kPer) : 0;  // elements
-    if constexpr (F::kPieces == 1) {
+    if constexpr (F::kDigits == 1) {
       Element* const to = tile.row(r) + c;
       if (vectors) {
         cp_async(reinterpret_cast<uint4*>(to), source, max(there, 0) * static_cast<int>(sizeof(Element)));
@@ -42,10 +42,10 @@ __device__ __forceinline__ void load_group(SharedTile<Element, kWidth> tile, con
         for (int n = 0; n < kPer; ++n) to[n] = n < there ? source[n * from.column_stride] : narrow<Element>(0.0f);
       }
     } else {
-      unsigned words[F::kPieces];
-      F::split(words, there > 0 ? source[0] : 0, there > 1 ? source[from.column_stride] : 0);
+      unsigned words[F::kDigits];
+      F::to_digits(words, there > 0 ? source[0] : 0, there > 1 ? source[from.column_stride] : 0);
 #pragma unroll
-      for (int piece = 0; piece < F::kPieces; ++piece) *reinterpret_cast<unsigned*>(tile.row(r, piece) + c) = words[piece];
+      for (int digit = 0; digit < F::kDigits; ++digit) *reinterpret_cast<unsigned*>(tile.row(r, digit) + c) = words[digit];
     }
   }
 }
@@ -142,12 +142,12 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Cac
   const CachedPlace* const places = from.places_of(row);
   const int thread = static_cast<int>(threadIdx.x);
   if (from.vectors) {
-    constexpr int kPer = F::kPieces == 1 ? 8 : 4, kChunks = kWidth / kPer;
+    constexpr int kPer = F::kDigits == 1 ? 8 : 4, kChunks = kWidth / kPer;
     for (int index = thread; index < kRows * kChunks; index += kThreads) {
       const int r = index / kChunks, c = index % kChunks * kPer;
       const CachedPlace place = places[r];
       const bool there = place.block >= 0 && c < from.columns;
-      if constexpr (F::kPieces == 1) {
+      if constexpr (F::kDigits == 1) {
         uint4* const to = reinterpret_cast<uint4*>(tile.row(r) + c);
         if (!there)
           *to = {};
@@ -157,12 +157,12 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Cac
           cp_async(to, from.at(place, c), min(kVectorBytes, (from.columns - c) * static_cast<int>(sizeof(Element))));
       } else {
         const float4 x = there ? *reinterpret_cast<const float4*>(from.at(place, c)) : make_float4(0, 0, 0, 0);
-        unsigned left[F::kPieces], right[F::kPieces];
-        F::split(left, x.x, x.y);
-        F::split(right, x.z, x.w);
+        unsigned left[F::kDigits], right[F::kDigits];
+        F::to_digits(left, x.x, x.y);
+        F::to_digits(right, x.z, x.w);
 #pragma unroll
-        for (int piece = 0; piece < F::kPieces; ++piece)
-          *reinterpret_cast<uint2*>(tile.row(r, piece) + c) = make_uint2(left[piece], right[piece]);
+        for (int digit = 0; digit < F::kDigits; ++digit)
+          *reinterpret_cast<uint2*>(tile.row(r, digit) + c) = make_uint2(left[digit], right[digit]);
       }
     }
   } else {
@@ -170,14 +170,14 @@ __device__ __forceinline__ void load(SharedTile<Element, kWidth> tile, const Cac
     for (int index = thread; index < kRows * kWidth / 2; index += kThreads) {
       const int r = index / (kWidth / 2), c = index % (kWidth / 2) * 2;
       const Element x = from.element(places[r], c), y = from.element(places[r], c + 1);
-      if constexpr (F::kPieces == 1) {
+      if constexpr (F::kDigits == 1) {
         tile.row(r)[c] = x;
         tile.row(r)[c + 1] = y;
       } else {
-        unsigned words[F::kPieces];
-        F::split(words, x, y);
+        unsigned words[F::kDigits];
+        F::to_digits(words, x, y);
 #pragma unroll
-        for (int piece = 0; piece < F::kPieces; ++piece) *reinterpret_cast<unsigned*>(tile.row(r, piece) + c) = words[piece];
+        for (int digit = 0; digit < F::kDigits; ++digit) *reinterpret_cast<unsigned*>(tile.row(r, digit) + c) = words[digit];
       }
     }
   }
@@ -219,16 +219,16 @@ struct CachedPrefetch {
   using Tile = SharedTile<Element, kCopy.width>;
   using From = CachedRows<Element, kCopy.rows, kCopy.threads>;
   __device__ __forceinline__ static bool is_asynchronous(const From& from) {
-    return Fragments<Element>::kPieces == 1 && from.vectors && !from.is_float8();
+    return Fragments<Element>::kDigits == 1 && from.vectors && !from.is_float8();
   }
   __device__ __forceinline__ void start(Tile tile, const From& from, int row, int rows) const {
     if (is_asynchronous(from)) return load(tile, from, row, rows);
-    if constexpr (Fragments<Element>::kPieces == 1)
+    if constexpr (Fragments<Element>::kDigits == 1)
       if (from.staging) stage<kCopy.width>(from, row);
   }
   __device__ __forceinline__ void finish(Tile tile, const From& from, int row, int rows) const {
     if (is_asynchronous(from)) return;
-    if constexpr (Fragments<Element>::kPieces == 1)
+    if constexpr (Fragments<Element>::kDigits == 1)
       if (from.staging) return widen_staged(tile, from);
     load(tile, from, row, rows);
   }

@@ -1,5 +1,5 @@
 // The gradient of a float mask: a CTA takes some neighbouring 64 x 64 tiles of the mask. For each it makes the gradients of all
-// scores that the tile was added to, one block of scores after another, in one order: softmax's part of the backward pass, two
+// scores that the tile was added to, one block of scores after another, in one order: softmax's step of the backward pass, two
 // matrix products per block. The head dim passes by in chunks, so that one kernel serves all head dims; while one chunk is
 // worked on the next arrives, which may belong to another tile.
 #include <algorithm>
@@ -36,7 +36,7 @@ struct MaskGradSm80Arguments {
   ScoreMod score_mod;
   float keep_scale;  // 1 / (1 - dropout)
   Extents extents;
-  int splits;  // CTAs that share the sum over the extents
+  int shares;  // CTAs that share the sum over the extents
   int row_tiles, column_tiles;  // of the mask
   int columns_per_cta;  // tiles, side by side
   int column_blocks;  // column_tiles / columns_per_cta, rounded up
@@ -49,14 +49,14 @@ struct TileStep {
   int batch, head, query, key;
 };
 
-// The tiles of the mask that a CTA has, its part of what they are broadcast over, and the order of its blocks of scores.
+// The tiles of the mask that a CTA has, its share of what they are broadcast over, and the order of its blocks of scores.
 struct TileSteps {
   const AttentionProblem& problem;
   const MaskMap& map;
   const Extents& extents;
   int queries, keys;
   int first_tile, last_tile;  // along the mask's columns
-  int row_tile, mask_head, mask_batch, split;
+  int row_tile, mask_head, mask_batch, share;
   int64_t first_item, last_item;
 
   __device__ __forceinline__ explicit TileSteps(const MaskGradSm80Arguments& arguments)
@@ -76,9 +76,9 @@ struct TileSteps {
     row_tile = digit(arguments.row_tiles);
     mask_head = digit(arguments.gradients.mask_size[1]);
     mask_batch = digit(arguments.gradients.mask_size[0]);
-    split = static_cast<int>(left);
-    first_item = extents.count() * split / arguments.splits;
-    last_item = extents.count() * (split + 1) / arguments.splits;
+    share = static_cast<int>(left);
+    first_item = extents.count() * share / arguments.shares;
+    last_item = extents.count() * (share + 1) / arguments.shares;
   }
 
   __device__ __forceinline__ void decode(TileStep& step) const {
@@ -115,7 +115,7 @@ template <class Element>
 class MaskGradSm80Kernel {
  public:
   // Floats leave room for the operands of one product: scores become weights before the other product begins.
-  static constexpr bool kSequentialProducts = Fragments<Element>::kPieces > 1;
+  static constexpr bool kSequentialProducts = Fragments<Element>::kDigits > 1;
   static constexpr int kTiles = kSequentialProducts ? 2 : 4;  // of a stage
   static constexpr int kChunk = kSequentialProducts ? 32 : 64;  // of the head dim
   using Tile = SharedTile<Element, kChunk>;
@@ -137,7 +137,7 @@ class MaskGradSm80Kernel {
     return (!kSequentialProducts || chunk >= 0) && chunk * kChunk < width;
   }
   __device__ __forceinline__ static Tile tile(char* shared, int stage, int n) {
-    return {reinterpret_cast<typename Tile::Piece*>(shared + stage * kStageBytes + n * kTileBytes)};
+    return {reinterpret_cast<typename Tile::Digit*>(shared + stage * kStageBytes + n * kTileBytes)};
   }
 
   // Copies of chunks of the head dims. Without kSequentialProducts a chunk of queries and keys comes with one of gradients of
@@ -199,7 +199,7 @@ class MaskGradSm80Kernel {
     const AttentionProblem& problem = arguments.problem;
     add_low_unless_compensated(scores, compensation);
     const auto score_mod = score_mod_of_head<Element>(arguments.score_mod, problem, step.batch, step.head);
-    apply_score_mod<false>(scores, row, score_mod, block, problem.visible, nullptr, &compensation);
+    apply_score_mod<false>(scores, row, score_mod, block, problem.visible, NoDerivative{}, &compensation);
     mask_scores<false>(
         scores, row, dtype, score_mod.lowest_score, mask, [&] { return fminf(stats.lse[0], stats.lse[1]); }, &compensation);
     renormalize(scores, compensation);
@@ -233,9 +233,9 @@ class MaskGradSm80Kernel {
     });
   }
 
-  // ---- epilogue of a tile: its sums into the gradient, or into their part of the workspace ---------------------------------
+  // ---- epilogue of a tile: its sums into the gradient, or into their slot of the workspace ---------------------------------
   __device__ __forceinline__ static void finish_tile(const MaskGradSm80Arguments& arguments, Scores& sum, float* column_sums,
-                                                     int64_t split, int64_t batch, int64_t head, int row_tile,
+                                                     int64_t share, int64_t batch, int64_t head, int row_tile,
                                                      int column_tile) {
     const AttentionGradients& gradients = arguments.gradients;
     const int64_t* const size = gradients.mask_size;
@@ -254,10 +254,10 @@ class MaskGradSm80Kernel {
     const int64_t first_row = int64_t{row_tile} * kMaskTile, first_column = int64_t{column_tile} * kMaskTile;
     const int rows = static_cast<int>(min(size[2] - first_row, int64_t{kMaskTile})),
               columns = static_cast<int>(min(size[3] - first_column, int64_t{kMaskTile}));
-    if (arguments.splits > 1) {
-      float* const part = arguments.space.mask_grad_parts +
-                          (((split * size[0] + batch) * size[1] + head) * size[2] + first_row) * size[3] + first_column;
-      return store_tile(sum, part, size[3], 1, rows, columns, false);
+    if (arguments.shares > 1) {
+      float* const partial = arguments.space.mask_grad_partials +
+                             (((share * size[0] + batch) * size[1] + head) * size[2] + first_row) * size[3] + first_column;
+      return store_tile(sum, partial, size[3], 1, rows, columns, false);
     }
     const MutableView4& to = gradients.grad_mask;
     const int64_t offset = batch * to.stride[0] + head * to.stride[1] + first_row * to.stride[2] + first_column * to.stride[3];
@@ -423,7 +423,7 @@ __device__ __forceinline__ void MaskGradSm80Kernel<Element>::run(const MaskGradS
       if (next.tile != now) buffer ^= 1;
       step = next;
     }
-    finish_tile(arguments, sum, reinterpret_cast<float*>(shared + kStages * kStageBytes), steps.split, steps.mask_batch,
+    finish_tile(arguments, sum, reinterpret_cast<float*>(shared + kStages * kStageBytes), steps.share, steps.mask_batch,
                 steps.mask_head, steps.row_tile, now);
   }
 }
@@ -434,13 +434,13 @@ __global__ void __launch_bounds__(kMaskThreads, sizeof(Element) == 2 ? 2 : 1)
   MaskGradSm80Kernel<Element>::run(arguments);
 }
 
-__global__ void __launch_bounds__(256) sum_mask_grad_parts(const __grid_constant__ MaskGradSm80Arguments arguments) {
+__global__ void __launch_bounds__(256) sum_mask_grad_partials(const __grid_constant__ MaskGradSm80Arguments arguments) {
   const AttentionGradients& gradients = arguments.gradients;
   const int64_t* const size = gradients.mask_size;
   const int64_t count = size[0] * size[1] * size[2] * size[3], index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (index >= count) return;
   float sum = 0;
-  for (int64_t split = 0; split < arguments.splits; ++split) sum += arguments.space.mask_grad_parts[split * count + index];
+  for (int64_t share = 0; share < arguments.shares; ++share) sum += arguments.space.mask_grad_partials[share * count + index];
   int64_t left = index, offset = 0;
   for (int i = 3; i >= 0; --i) {
     offset += left % size[i] * gradients.grad_mask.stride[i];
@@ -462,19 +462,19 @@ int64_t mask_tiles(const AttentionGradients& gradients) {
 }
 
 // CTAs per tile: they share the sum over the broadcast dimensions, so that there is work for the whole device.
-int64_t splits_of(const AttentionProblem& problem, const AttentionGradients& gradients) {
+int64_t shares_of(const AttentionProblem& problem, const AttentionGradients& gradients) {
   const int64_t tiles = mask_tiles(gradients), wanted = 4 * int64_t{sm_count()}, items = Extents(problem, gradients).count();
   if (tiles == 0 || items == 0) return 1;
-  const int64_t splits = 2 * tiles > wanted ? 1 : wanted / tiles;
-  return splits < items ? splits : items;
+  const int64_t shares = 2 * tiles > wanted ? 1 : wanted / tiles;
+  return shares < items ? shares : items;
 }
 
 }  // namespace
 
-int64_t mask_gradient_parts(const AttentionProblem& problem, const AttentionGradients& gradients) {
+int64_t mask_gradient_partials(const AttentionProblem& problem, const AttentionGradients& gradients) {
   if (!gradients.grad_mask.data) return 0;
-  const int64_t splits = splits_of(problem, gradients), *size = gradients.mask_size;
-  return splits > 1 ? splits * size[0] * size[1] * size[2] * size[3] : 0;
+  const int64_t shares = shares_of(problem, gradients), *size = gradients.mask_size;
+  return shares > 1 ? shares * size[0] * size[1] * size[2] * size[3] : 0;
 }
 
 void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gradients, const BackwardWorkspace& space,
@@ -499,17 +499,17 @@ void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gr
         .score_mod = ScoreMod(problem),
         .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
         .extents = Extents(problem, gradients),
-        .splits = static_cast<int>(splits_of(problem, gradients)),
+        .shares = static_cast<int>(shares_of(problem, gradients)),
         .row_tiles = row_tiles,
         .column_tiles = column_tiles,
         .columns_per_cta = static_cast<int>(columns),
         .column_blocks = static_cast<int>(column_blocks),
     };
-    launch<mask_grad_sm80<Element>>(arguments, size[0] * size[1] * row_tiles * column_blocks * arguments.splits, kMaskThreads,
+    launch<mask_grad_sm80<Element>>(arguments, size[0] * size[1] * row_tiles * column_blocks * arguments.shares, kMaskThreads,
                                     MaskGradSm80Kernel<Element>::kBytes + (columns > 1 ? 2 : 1) * mask_bytes, stream);
-    if (arguments.splits > 1) {
+    if (arguments.shares > 1) {
       const int64_t count = size[0] * size[1] * size[2] * size[3];
-      launch<sum_mask_grad_parts>(arguments, (count + 255) / 256, 256, 0, stream);
+      launch<sum_mask_grad_partials>(arguments, (count + 255) / 256, 256, 0, stream);
     }
   };
   visit_element(problem.dtype, run);

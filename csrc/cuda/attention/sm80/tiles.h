@@ -16,27 +16,27 @@ inline constexpr Variant kPlain = Variant::kPlain, kAll = Variant::kAllOptions, 
 // Bytes of a row of a SharedTile with elements of `bytes` bytes.
 constexpr int shared_row_bytes(int bytes, int width) { return bytes * (width + 8); }
 
-// forward.cuh: a CTA takes `warps` / `key_parts` * 16 * `row_tiles` queries and passes over the keys, `keys` at a time.
+// forward.cuh: a CTA takes `warps` / `key_warps` * 16 * `row_tiles` queries and passes over the keys, `keys` at a time.
 struct ForwardSm80Tile {
-  int bytes;        // per element in shared memory: 2 of 16 bits, 4 or 6 of a float in two or three pieces (kSplitBytes)
-  int head_dim;     // of queries and keys
+  int bytes;  // per element in shared memory: 2 of 16 bits, 4 or 6 of a float in two or three bf16 digits (kDigitsBytes)
+  int head_dim;  // of queries and keys
   Variant variant;
-  int head_dim_v;   // columns of the values that one CTA sums
-  int row_tiles;    // per warp, of 16 queries; all options take registers that leave one
+  int head_dim_v;  // columns of the values that one CTA sums
+  int row_tiles;  // per warp, of 16 queries; all options take registers that leave one
   int warps;
-  int keys;         // per step of the mainloop
+  int keys;  // per step of the mainloop
   int ctas_per_sm;  // the compiler's bound on registers follows from it
-  // Warps that share queries: each takes a part of the keys of a step, and their results are merged at the end. Where shared
+  // Warps that share queries: each takes some keys of a step, and their results are merged at the end. Where shared
   // memory holds the queries of only four warps, each scheduler has two warps by this instead of one.
-  int key_parts = 1;
+  int key_warps = 1;
   constexpr int threads() const { return 32 * warps; }
-  constexpr int queries() const { return warps / key_parts * row_tiles * 16; }
+  constexpr int queries() const { return warps / key_warps * row_tiles * 16; }
   constexpr int shared_bytes() const {  // without a mask
     return (queries() + keys) * shared_row_bytes(bytes, head_dim) + keys * shared_row_bytes(bytes, head_dim_v);
   }
   constexpr bool is_valid() const {
-    return head_dim % 16 == 0 && head_dim_v % 16 == 0 && head_dim_v <= head_dim && keys % (16 * key_parts) == 0 &&
-           row_tiles > 0 && warps % key_parts == 0 && (key_parts == 1 || (key_parts == 2 && variant == kPlain)) &&
+    return head_dim % 16 == 0 && head_dim_v % 16 == 0 && head_dim_v <= head_dim && keys % (16 * key_warps) == 0 &&
+           row_tiles > 0 && warps % key_warps == 0 && (key_warps == 1 || (key_warps == 2 && variant == kPlain)) &&
            threads() * ctas_per_sm <= 2048;
   }
 };
@@ -63,7 +63,7 @@ inline constexpr ForwardSm80Tile kForwardSm80Tiles[] = {
   {.bytes = 2, .head_dim = 512, .variant = kSmall, .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
   {.bytes = 2, .head_dim = 576, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
   {.bytes = 2, .head_dim = 576, .variant = kSmall, .head_dim_v = 256, .row_tiles = 1, .warps = 2, .keys = 16, .ctas_per_sm = 1},
-  // floats in two pieces
+  // floats in two digits
   {.bytes = 4, .head_dim = 32,  .variant = kPlain, .head_dim_v = 32,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
   {.bytes = 4, .head_dim = 64,  .variant = kPlain, .head_dim_v = 64,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
   {.bytes = 4, .head_dim = 96,  .variant = kPlain, .head_dim_v = 96,  .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
@@ -76,13 +76,13 @@ inline constexpr ForwardSm80Tile kForwardSm80Tiles[] = {
   {.bytes = 4, .head_dim = 128, .variant = kAll,   .head_dim_v = 128, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
   {.bytes = 4, .head_dim = 192, .variant = kAll,   .head_dim_v = 192, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
   {.bytes = 4, .head_dim = 256, .variant = kAll,   .head_dim_v = 256, .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 1},
-  // floats in three pieces
+  // floats in three digits
   {.bytes = 6, .head_dim = 32,  .variant = kPlain, .head_dim_v = 32,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
   {.bytes = 6, .head_dim = 64,  .variant = kPlain, .head_dim_v = 64,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
   {.bytes = 6, .head_dim = 96,  .variant = kPlain, .head_dim_v = 96,  .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
   {.bytes = 6, .head_dim = 128, .variant = kPlain, .head_dim_v = 128, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1},
-  {.bytes = 6, .head_dim = 192, .variant = kPlain, .head_dim_v = 192, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1, .key_parts = 2},
-  {.bytes = 6, .head_dim = 256, .variant = kPlain, .head_dim_v = 256, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1, .key_parts = 2},
+  {.bytes = 6, .head_dim = 192, .variant = kPlain, .head_dim_v = 192, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1, .key_warps = 2},
+  {.bytes = 6, .head_dim = 256, .variant = kPlain, .head_dim_v = 256, .row_tiles = 1, .warps = 8, .keys = 32, .ctas_per_sm = 1, .key_warps = 2},
   {.bytes = 6, .head_dim = 32,  .variant = kAll,   .head_dim_v = 32,  .row_tiles = 1, .warps = 4, .keys = 64, .ctas_per_sm = 2},
   {.bytes = 6, .head_dim = 64,  .variant = kAll,   .head_dim_v = 64,  .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 2},
   {.bytes = 6, .head_dim = 96,  .variant = kAll,   .head_dim_v = 96,  .row_tiles = 1, .warps = 4, .keys = 32, .ctas_per_sm = 2},
@@ -97,22 +97,22 @@ inline constexpr ForwardSm80Tile kForwardSm80Tiles[] = {
 // clang-format on
 
 // backward.cuh: a CTA takes `keys` keys and passes over the queries, `queries` at a time. The warps divide the result of each
-// product among them. Scores and gradients of weights, [key][query], have score_key_warps * score_query_warps parts. The
-// gradients of keys and values have dkv_warps parts along their rows, the gradients of queries dq_warps; the other factor of
-// the number of warps divides their columns.
+// product among them. Scores and gradients of weights, [key][query], are cut for score_key_warps * score_query_warps warps.
+// The gradients of keys and values are cut for dkv_warps warps along their rows, the gradients of queries for dq_warps; the
+// other factor of the number of warps divides their columns.
 struct BackwardSm80Tile {
   int bytes, head_dim;  // as in ForwardSm80Tile
   Variant variant;
-  int keys;               // per CTA
-  int queries;            // per step of the mainloop
+  int keys;  // per CTA
+  int queries;  // per step of the mainloop
   int warps;
-  int score_key_warps;    // parts of the scores along the keys
-  int score_query_warps;  // and along the queries; where there are fewer parts than warps, the last warps have none
+  int score_key_warps;  // warps that the scores are cut for, along the keys
+  int score_query_warps;  // and along the queries; where these are fewer than all warps, the last warps have no scores
   // 0: weights stay with the warp that made them, which sums the gradients of its own keys, all columns, in registers (and
   // where score_query_warps > 1, over its own queries alone). Otherwise weights go through shared memory.
   int dkv_warps;
   int dq_warps;
-  int stages;       // blocks of queries in shared memory
+  int stages;  // blocks of queries in shared memory
   int ctas_per_sm;  // the compiler's bound on registers follows from it
   constexpr int threads() const { return 32 * warps; }
   constexpr int shared_bytes() const {  // without a mask
@@ -162,7 +162,7 @@ inline constexpr BackwardSm80Tile kBackwardSm80Tiles[] = {
    .score_key_warps = 2, .score_query_warps = 4, .dkv_warps = 1, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
   {.bytes = 2, .head_dim = 128, .variant = kSmall, .keys = 64,  .queries = 64, .warps = 4,
    .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 2, .stages = 1, .ctas_per_sm = 2},
-  // floats in two pieces
+  // floats in two digits
   {.bytes = 4, .head_dim = 32,  .variant = kPlain, .keys = 64,  .queries = 64, .warps = 4,
    .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 4, .stages = 1, .ctas_per_sm = 2},
   {.bytes = 4, .head_dim = 64,  .variant = kPlain, .keys = 64,  .queries = 32, .warps = 4,
@@ -187,7 +187,7 @@ inline constexpr BackwardSm80Tile kBackwardSm80Tiles[] = {
    .score_key_warps = 2, .score_query_warps = 4, .dkv_warps = 2, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
   {.bytes = 4, .head_dim = 256, .variant = kAll,   .keys = 32,  .queries = 32, .warps = 8,
    .score_key_warps = 2, .score_query_warps = 4, .dkv_warps = 1, .dq_warps = 2, .stages = 1, .ctas_per_sm = 1},
-  // floats in three pieces
+  // floats in three digits
   {.bytes = 6, .head_dim = 64,  .variant = kPlain, .keys = 64,  .queries = 32, .warps = 4,
    .score_key_warps = 4, .score_query_warps = 1, .dkv_warps = 0, .dq_warps = 2, .stages = 1, .ctas_per_sm = 2},
   {.bytes = 6, .head_dim = 96,  .variant = kPlain, .keys = 64,  .queries = 64, .warps = 8,
@@ -245,7 +245,7 @@ inline constexpr BackwardDqSm80Tile kBackwardDqSm80Tiles[] = {
   {.bytes = 2, .head_dim = 192, .columns = 192, .warps = 4, .keys = 64},
   {.bytes = 2, .head_dim = 256, .columns = 256, .warps = 4, .keys = 64},
   {.bytes = 2, .head_dim = 512, .columns = 256, .warps = 2, .keys = 32},
-  // floats in three pieces
+  // floats in three digits
   {.bytes = 6, .head_dim = 32,  .columns = 32,  .warps = 4, .keys = 64},
   {.bytes = 6, .head_dim = 64,  .columns = 64,  .warps = 4, .keys = 32},
   {.bytes = 6, .head_dim = 96,  .columns = 96,  .warps = 2, .keys = 32},
@@ -312,8 +312,8 @@ consteval bool are_consistent(const Tile (&tiles)[kCount]) {
 }
 static_assert(are_consistent(kForwardSm80Tiles) && are_consistent(kBackwardSm80Tiles));
 
-// 16-bit elements and floats in three pieces have a kernel with all options at every head dim of
-// backward_dq.cuh. Floats in two pieces fall back to three.
+// 16-bit elements and floats in three digits have a kernel with all options at every head dim of
+// backward_dq.cuh. Floats in two digits fall back to three.
 consteval bool has_all_options_everywhere() {
   for (const BackwardDqSm80Tile& tile : kBackwardDqSm80Tiles)
     if (!has_forward_sm80_tile(tile.bytes, tile.head_dim, kAll) || !has_backward_sm80_tile(tile.bytes, tile.head_dim, kAll))

@@ -4,7 +4,7 @@
 #include "../../../core/problem.h"
 #include "../../../core/visit.h"
 #include "../../hw/launch.h"
-#include "../../mma/split_float.cuh"
+#include "../../mma/bf16_digits.cuh"
 #include "../common/scores.cuh"
 #include "tiles.h"
 
@@ -20,14 +20,14 @@ void visit_sm80(const AttentionProblem& problem, F&& f,
   using AllOptions = std::integral_constant<Variant, Variant::kAllOptions>;
   using SmallTile = std::integral_constant<Variant, Variant::kSmallTile>;
   const auto visit = [&]<class Element>(Type<Element> element) {
-    constexpr int kBytes = kSplitBytes<Element>;
+    constexpr int kBytes = kDigitsBytes<Element>;
     if constexpr (kHasTile(kBytes, kHeadDim, Plain::value))
       if (!ScoreMod(problem).has_score_mod && !problem.mask.data && problem.dropout == 0 &&
           Kernel<Element, kHeadDim, Plain::value>::shared_bytes(problem) <= room)
         return f(element, Plain{}), true;
     if constexpr (kHasTile(kBytes, kHeadDim, SmallTile::value))
       if (Kernel<Element, kHeadDim, AllOptions::value>::shared_bytes(problem) > room) return f(element, SmallTile{}), true;
-    constexpr bool kLast = !std::is_same_v<Element, Bf16x2Float>;  // floats in two pieces may yet fit as float's small tile
+    constexpr bool kLast = !std::is_same_v<Element, Bf16x2Float>;  // floats in two digits may yet fit as float's small tile
     if constexpr (kHasTile(kBytes, kHeadDim, AllOptions::value))
       if (kLast || Kernel<Element, kHeadDim, AllOptions::value>::shared_bytes(problem) <= room)
         return f(element, AllOptions{}), true;

@@ -68,7 +68,7 @@ struct MaskGradSm90Kernel {
     TmaTile<kKeys> key, value;
   };
   // The start of a tile in the mask, and in the scores of the first batch entry and head that it was added to.
-  struct WorkTile {
+  struct MaskGradWorkTile {
     int batch = 0, head = 0, query = -1, key = 0;  // query -1: no more tiles
     bool visible = false;  // whether position and the mask map leave something visible
     bool all_visible = false;  // by position all queries see all keys, as far as both exist
@@ -79,7 +79,7 @@ struct MaskGradSm90Kernel {
     Stage stage[kStages];
     alignas(16) float row_stats[kStages][kQueries / kStatsRows][kRowStats];
     uint64_t scores_full[kStages], scores_empty[kStages], dp_full[kStages], dp_empty[kStages];
-    WorkTile tile[2];
+    MaskGradWorkTile tile[2];
     Mask mask[2];  // how the values of a tile lie in shared memory
     uint64_t tile_full[2], tile_empty[2];
   };
@@ -93,8 +93,8 @@ struct MaskGradSm90Kernel {
     return reinterpret_cast<char*>(&shared) + kMaskOffset + buffer * mask_bytes(a.problem);
   }
 
-  // Computes WorkTile::visible.
-  __device__ static bool is_visible(const MaskGradSm90Arguments& a, const WorkTile& tile, int last_query) {
+  // Computes MaskGradWorkTile::visible.
+  __device__ static bool is_visible(const MaskGradSm90Arguments& a, const MaskGradWorkTile& tile, int last_query) {
     const KeyRange range = keys_of_any(a.problem.visible, tile.query, last_query, a.problem.keys);
     if (range.end <= range.begin || range.end <= tile.key || range.begin >= tile.key + kKeys) return false;
     const MaskMap& map = a.space.map;
@@ -116,7 +116,7 @@ struct MaskGradSm90Kernel {
       int index = n / a.column_tiles;
       const int column = n - index * a.column_tiles, row = index % a.row_tiles;
       index /= a.row_tiles;
-      WorkTile tile{index / heads, index % heads, row * kQueries, column * kKeys};
+      MaskGradWorkTile tile{index / heads, index % heads, row * kQueries, column * kKeys};
       const int last_query = static_cast<int>(min(int64_t{tile.query + kQueries}, a.problem.queries)),
                 last_key = static_cast<int>(min(int64_t{tile.key + kKeys}, a.problem.keys));
       tile.visible = is_visible(a, tile, last_query);
@@ -125,7 +125,7 @@ struct MaskGradSm90Kernel {
     }
   }
   template <class F>
-  __device__ __forceinline__ static void for_each_head(const MaskGradSm90Arguments& a, const WorkTile& tile, F&& f) {
+  __device__ __forceinline__ static void for_each_head(const MaskGradSm90Arguments& a, const MaskGradWorkTile& tile, F&& f) {
 #pragma unroll 1
     for (int batch = tile.batch; batch < tile.batch + a.batches; ++batch)
 #pragma unroll 1
@@ -141,7 +141,7 @@ struct MaskGradSm90Kernel {
     };
     const int last_rows = static_cast<int>((a.problem.queries - 1) / kStatsRows);
     PipelineState<kStages> at;
-    for_each_tile(a, [&](const WorkTile& tile) {
+    for_each_tile(a, [&](const MaskGradWorkTile& tile) {
       if (!tile.visible) return;
       for_each_head(a, tile, [&](int batch, int head) {
         Stage& stage = shared.stage[at.stage];
@@ -169,7 +169,7 @@ struct MaskGradSm90Kernel {
 
   __device__ static void produce_masks(const MaskGradSm90Arguments& a, Shared& shared, int thread) {
     int count = 0;
-    const auto produce_tile = [&](const WorkTile& tile) {
+    const auto produce_tile = [&](const MaskGradWorkTile& tile) {
       const int buffer = count % 2;
       wait(&shared.tile_empty[buffer], count / 2 % 2 ^ 1);
       if (thread == 0) shared.tile[buffer] = tile;
@@ -186,7 +186,7 @@ struct MaskGradSm90Kernel {
       ++count;
     };
     for_each_tile(a, produce_tile);
-    produce_tile(WorkTile{});
+    produce_tile(MaskGradWorkTile{});
   }
 
   // ---- a math warpgroup
@@ -197,7 +197,7 @@ struct MaskGradSm90Kernel {
 
   // Adds dS of one batch entry and head to a tile's sum. `row`: this warp's first row of the tile.
   __device__ __forceinline__ static void add_head(const MaskGradSm90Arguments& a, Shared& shared, ScoreAccumulator& sum,
-                                                  const WorkTile& tile, const Mask& mask, int row, int batch, int head,
+                                                  const MaskGradWorkTile& tile, const Mask& mask, int row, int batch, int head,
                                                   PipelineState<kStages> at) {
     const AttentionProblem& problem = a.problem;
     Stage& stage = shared.stage[at.stage];
@@ -219,8 +219,8 @@ struct MaskGradSm90Kernel {
     const ScoreBlock here{tile.query, tile.key, static_cast<int>(problem.queries), static_cast<int>(problem.keys),
                           tile.all_visible};
     const ScoreMod score_mod = a.score_mod.of_head(problem, batch, head);
-    const bool has_score_mod = score_mod.cap > 0 || score_mod.slope != 0;
-    if (has_score_mod) apply_score_mod<false>(scores, row, score_mod, here, problem.visible);
+    const bool has_score_mod = score_mods(problem) != 0;
+    if (has_score_mod) apply_score_mod<false>(scores, row, score_mod, here, problem.visible, NoDerivative{});
     const float scale = has_score_mod ? 1.0f : score_mod.scale;
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j)
@@ -251,8 +251,8 @@ struct MaskGradSm90Kernel {
 
   // Stores a tile's sum, in vectors of 16 bytes where the rows allow it. `row`: this warp's first row of the tile.
   template <class Value>
-  __device__ __forceinline__ static void store(const AttentionGradients& gradients, ScoreAccumulator& sum, const WorkTile& tile,
-                                               int row) {
+  __device__ __forceinline__ static void store(const AttentionGradients& gradients, ScoreAccumulator& sum,
+                                               const MaskGradWorkTile& tile, int row) {
     const MutableView4& to = gradients.grad_mask;
     const int64_t row_stride = to.stride[2], column_stride = to.stride[3];
     const int rows = static_cast<int>(min(gradients.mask_size[2] - tile.query, int64_t{kQueries})),
@@ -302,7 +302,7 @@ struct MaskGradSm90Kernel {
     for (int count = 0;; ++count) {
       const int buffer = count % 2;
       wait(&shared.tile_full[buffer], count / 2 % 2);
-      const WorkTile tile = shared.tile[buffer];
+      const MaskGradWorkTile tile = shared.tile[buffer];
       if (tile.query < 0) return;
       ScoreAccumulator sum;
       clear(sum);

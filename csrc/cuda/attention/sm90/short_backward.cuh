@@ -48,7 +48,7 @@ struct ShortBackwardSm90Kernel {
     Stage stage[kStages];
     alignas(kBoxAlignment) T ds[kRows][kBoxColumns];  // [key][query]
     float lse[kRows], lse_low[kRows], delta[kRows];  // lse in base 2 as two floats, +inf for a query that sees nothing
-    alignas(float2) float part[kThreads / kWarpSize][kRows];  // of a query's sum or maximum: of the keys that a warp has
+    alignas(float2) float partial[kThreads / kWarpSize][kRows];  // of a query's sum or maximum: of the keys that a warp has
     uint64_t keys_full, full[kStages];
   };
 
@@ -156,12 +156,12 @@ struct ShortBackwardSm90Kernel {
           sum[j][e] = kept + __shfl_xor_sync(~0u, sent, step);
         }
     }
-    reinterpret_cast<float2*>(shared.part[threadIdx.x / kWarpSize])[lane()] = make_float2(sum[0][0], sum[0][1]);
+    reinterpret_cast<float2*>(shared.partial[threadIdx.x / kWarpSize])[lane()] = make_float2(sum[0][0], sum[0][1]);
     __syncthreads();
     if (threadIdx.x < kRows) {
       float all = 0;
 #pragma unroll
-      for (int n = 0; n < kThreads / kWarpSize; ++n) all += shared.part[n][threadIdx.x];
+      for (int n = 0; n < kThreads / kWarpSize; ++n) all += shared.partial[n][threadIdx.x];
       shared.delta[threadIdx.x] += all;
     }
     __syncthreads();
@@ -169,13 +169,13 @@ struct ShortBackwardSm90Kernel {
 
   // Returns the join of x over all keys of `query`: over the lanes of the warp that hold it, then over all warps.
   template <class Join>
-  __device__ __forceinline__ float join_parts(float x, int query, Join&& join) const {
+  __device__ __forceinline__ float join_partials(float x, int query, Join&& join) const {
 #pragma unroll
     for (int step = 4; step < kWarpSize; step *= 2) x = join(x, __shfl_xor_sync(~0u, x, step));
-    if (quad() == 0) shared.part[threadIdx.x / kWarpSize][query] = x;
+    if (quad() == 0) shared.partial[threadIdx.x / kWarpSize][query] = x;
     __syncthreads();
 #pragma unroll
-    for (int n = 0; n < kThreads / kWarpSize; ++n) x = n == 0 ? shared.part[0][query] : join(x, shared.part[n][query]);
+    for (int n = 0; n < kThreads / kWarpSize; ++n) x = n == 0 ? shared.partial[0][query] : join(x, shared.partial[n][query]);
     __syncthreads();
     return x;
   }
@@ -193,7 +193,7 @@ struct ShortBackwardSm90Kernel {
       for (int e = 0; e < 2; ++e) {
         const int query = 8 * j + 2 * lane_in_quad() + e;
         float x[2] = {score[0][0][e], score[0][0][2 + e]};
-        const float most = join_parts(fmaxf(x[0], x[1]), query, [](float left, float right) { return fmaxf(left, right); }),
+        const float most = join_partials(fmaxf(x[0], x[1]), query, [](float left, float right) { return fmaxf(left, right); }),
                     max = pivot(__fmul_rn(most, scale));
         const float high = shared.lse[query];
         const bool is_large = fabsf(high) >= static_cast<float>(kLargeLse<T>) && fabsf(high) < INFINITY;
@@ -203,7 +203,7 @@ struct ShortBackwardSm90Kernel {
           exponent[half] = exponent_below(x[half], scale, max);
           sum += FastBinary::exp(exponent[half]);
         }
-        sum = join_parts(sum, query, [](float left, float right) { return left + right; });
+        sum = join_partials(sum, query, [](float left, float right) { return left + right; });
         if (is_large && threadIdx.x / kWarpSize == 0 && quad() == 0)
           shared.lse[query] = 0, shared.lse_low[query] = FastBinary::log(sum);
 #pragma unroll

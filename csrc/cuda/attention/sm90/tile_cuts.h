@@ -27,7 +27,7 @@ struct TilePart {
 
 // The costs that decide about cuts, in blocks.
 struct TileCosts {
-  int tile;  // what a tile or a part costs besides its blocks
+  int tile;  // what a tile or a part costs in addition to its blocks
   int least_part;  // the blocks of a part, at least
   int parts_per_block;  // as many parts cost a block more, for their sums' way through memory
   int tile_parts_per_block = 8;  // and so do as many parts of one tile, which are added one after another

@@ -20,7 +20,7 @@ struct BlockRowGroup {
   static constexpr int kRowsPerWarp = kWarpSize / kLanes, kRows = kWarps * kRowsPerWarp;  // at a time
   __device__ __forceinline__ static int thread_in_row() { return threadIdx.x % kLanes; }
 };
-// The location of a lane's part of a row (see StagedVectors).
+// Where a lane's elements of a row are (see StagedVectors).
 template <class Group_>
 struct BlockSegments : AdjacentSegments<Group_, Group_::kLanesPerRow, Group_::kVectors> {
   static constexpr bool kStagesOtherSizes = true;
@@ -56,12 +56,12 @@ struct BlockProblem {
   unsigned shared_bytes;
   bool odd_words;  // rows may begin off a multiple of 4 bytes
   BlockTensor input[kMaxBlockTensors], result;  // the result may be in the place of input[0]
-  RowNumbers numbers;  // staged with the rows
-  unsigned numbers_offset;  // where the block's first number is in shared memory
+  RowScalars scalars;  // staged with the rows
+  unsigned scalars_offset;  // where the block's first scalar is in shared memory
 
-  // The numbers of rows [first, first + count).
-  __device__ __forceinline__ Run<const char> numbers_of(char* shared, int64_t first, int count) const {
-    return {static_cast<const char*>(numbers.data) + first * numbers.bytes, shared + numbers_offset, count * numbers.bytes};
+  // The scalars of rows [first, first + count).
+  __device__ __forceinline__ Run<const char> scalars_of(char* shared, int64_t first, int count) const {
+    return {static_cast<const char*>(scalars.data) + first * scalars.bytes, shared + scalars_offset, count * scalars.bytes};
   }
 };
 
@@ -156,7 +156,7 @@ constexpr int kMaxHeldVectors = sizeof(T) == sizeof(float) ? 4 : 8;
 template <class Op, class Group, class T, class R, Deal kDeal>
 struct BlockRowReader {
   using Element = T;
-  static constexpr bool kSplit = false;
+  static constexpr bool kMultiCta = false;
   static constexpr bool kHeld =
       (Group::kVectors <= 4 || Group::kLanesPerRow < kWarpSize) && Group::kVectors * Op::kTensors <= kMaxHeldVectors<T>;
   const BlockProblem& block;
@@ -183,8 +183,8 @@ struct BlockRowReader {
     }
   }
   template <class V>
-  __device__ __forceinline__ V staged_number() const {
-    return *reinterpret_cast<const V*>(shared + block.numbers_offset + row * static_cast<int>(sizeof(V)));
+  __device__ __forceinline__ V staged_scalar() const {
+    return *reinterpret_cast<const V*>(shared + block.scalars_offset + row * static_cast<int>(sizeof(V)));
   }
 
  private:
@@ -218,16 +218,16 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm) block_kern
 #pragma unroll
       for (int i = 0; i < Op::kTensors; ++i)
         if (!block.input[i].shifted) bytes += load_block<T>(inputs(i), &full);
-      if constexpr (Op::kNumbers)
-        if (lane == 0) bytes += block.numbers_of(shared, first, rows).load(&full);
+      if constexpr (Op::kRowScalars)
+        if (lane == 0) bytes += block.scalars_of(shared, first, rows).load(&full);
       arrive_expect_tx(&full, bytes);
     }
   }
 #pragma unroll
   for (int i = 0; i < Op::kTensors; ++i)
     if (!kHasBulkCopy || block.input[i].shifted) load_block_by_threads<T, Group::kThreads>(inputs(i));
-  if constexpr (Op::kNumbers && !kHasBulkCopy)
-    block.numbers_of(shared, first, rows).load_by_threads(threadIdx.x, Group::kThreads);
+  if constexpr (Op::kRowScalars && !kHasBulkCopy)
+    block.scalars_of(shared, first, rows).load_by_threads(threadIdx.x, Group::kThreads);
   const float once = value_of_once<Op>(problem);
   cp_async_commit();
   cp_async_wait();
@@ -309,13 +309,13 @@ BlockProblem block_problem(const RowProblem& problem, int64_t rows) {
   return block;
 }
 
-// Allocates shared memory for the numbers that are staged with the rows, after all else. Their misalignment to 16 bytes is the
+// Allocates shared memory for the scalars that are staged with the rows, after all else. Their misalignment to 16 bytes is the
 // same as in global memory.
-inline void place_numbers(BlockProblem& block, const RowNumbers& numbers) {
+inline void place_scalars(BlockProblem& block, const RowScalars& scalars) {
   constexpr unsigned kSpareBytes = 2 * kVectorBytes;
-  block.numbers = numbers;
-  block.numbers_offset = block.shared_bytes + misalignment(numbers.data);
-  block.shared_bytes += round_up(block.rows_per_block * numbers.bytes + kSpareBytes, 128u);
+  block.scalars = scalars;
+  block.scalars_offset = block.shared_bytes + misalignment(scalars.data);
+  block.shared_bytes += round_up(block.rows_per_block * scalars.bytes + kSpareBytes, 128u);
 }
 
 // Rows per block: a multiple of `step`. Few rows are spread over the device.
@@ -357,13 +357,13 @@ BlockOrder block_order(int64_t row_bytes, int64_t& rows) {
 template <class Op, class Group, class T, class R>
 void launch_block(const RowProblem& problem, cudaStream_t stream) {
   const int64_t row_bytes = problem.classes * static_cast<int64_t>(sizeof(T)), rows = problem.outer * problem.inner;
-  RowNumbers numbers{};
-  if constexpr (Op::kNumbers) numbers = Op::numbers(problem);
+  RowScalars scalars{};
+  if constexpr (Op::kRowScalars) scalars = Op::scalars(problem);
   // As many rows as are a whole number of vectors, so that all blocks of adjacent rows begin alike.
   constexpr int64_t kStep = std::max<int64_t>({Group::kRows, kPerVector<T>, kPerVector<R>});
   int64_t per_block = 0;
   const auto order_in = [&](int64_t bytes) {
-    const int64_t target_bytes = Op::kTargets ? numbers.bytes : 0;
+    const int64_t target_bytes = Op::kTargets ? scalars.bytes : 0;
     per_block = rows_per_block(rows, row_bytes + target_bytes, kStep, kMostRowsPerThread * Group::kRows, bytes);
     return block_order<Group>(row_bytes, per_block);
   };
@@ -371,7 +371,7 @@ void launch_block(const RowProblem& problem, cudaStream_t stream) {
   if (order.has_conflicts) order = order_in(kLargeBlockBytes);
   BlockProblem block = block_problem<Op, T, R>(problem, per_block);
   block.order = order;
-  if constexpr (Op::kNumbers) place_numbers(block, numbers);
+  if constexpr (Op::kRowScalars) place_scalars(block, scalars);
   if constexpr (Op::kSumsLosses)
     if (problem.loss_sums != nullptr) *problem.loss_sum_count = ceil_div(rows, per_block);
   const auto launch_as = [&]<Deal kDeal>() {

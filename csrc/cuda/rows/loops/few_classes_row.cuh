@@ -8,7 +8,7 @@ namespace flash_online::cuda {
 
 constexpr int kMostFewClasses = 4;
 
-// The location of a row, and of results that are written to the view `of_result`: in shared memory, as part of a block of rows
+// The location of a row, and of results that are written to the view `of_result`: in shared memory, in a block of rows
 // (block_row.cuh). kInWords: both lie at multiples of 4 bytes, if the results have the elements' size.
 template <class T, int kClasses, bool kInWords>
 struct PlaceInBlock {

@@ -7,7 +7,7 @@
 // the producer refills a stage, so there are no empty barriers. A row that does not start at a multiple of 16 bytes is copied
 // as aligned vectors and shifted when it is read.
 //
-// A row is one piece, or several if it is long. Pieces are the units of work that CTAs or warps take in turn.
+// A row is one slice, or several if it is long. Slices are the units of work that CTAs or warps take in turn.
 #pragma once
 
 #include "../../hw/bulk_copy.cuh"
@@ -15,42 +15,42 @@
 
 namespace flash_online::cuda {
 
-// ---- pieces
+// ---- slices
 
-// A problem with rows cut into pieces. All pieces of a row but the last have one size, which depends only on the row's length.
-struct PiecedProblem {
+// A problem with rows cut into slices. All slices of a row but the last have one size, which depends only on the row's length.
+struct SlicedProblem {
   RowProblem problem;
-  int64_t classes_per_piece;
-  unsigned pieces_per_row;
-  int64_t total_pieces;
-  bool is_countable() const { return total_pieces <= 0x7fffffff; }  // the kernels count pieces in 32 bits
+  int64_t classes_per_slice;
+  unsigned slices_per_row;
+  int64_t total_slices;
+  bool is_countable() const { return total_slices <= 0x7fffffff; }  // the kernels count slices in 32 bits
 };
 
-// Cuts rows into pieces of whole chunks: one piece for a row of up to `max_whole` chunks; else pieces of at least `min_chunks`
-// chunks, and at most `max_pieces` of them.
-inline PiecedProblem cut_into_pieces(const RowProblem& problem, int64_t chunk, int64_t max_whole, int64_t min_chunks,
-                                     int64_t max_pieces) {
+// Cuts rows into slices of whole chunks: one slice for a row of up to `max_whole` chunks; else slices of at least `min_chunks`
+// chunks, and at most `max_slices` of them.
+inline SlicedProblem cut_into_slices(const RowProblem& problem, int64_t chunk, int64_t max_whole, int64_t min_chunks,
+                                     int64_t max_slices) {
   const int64_t chunks = ceil_div(problem.classes, chunk);
   const bool whole = chunks <= max_whole;
-  const int64_t piece = whole ? std::max<int64_t>(chunks, 1) : std::max(min_chunks, ceil_div(chunks, max_pieces));
-  const int64_t pieces = whole ? 1 : ceil_div(chunks, piece), rows = problem.outer * problem.inner;
-  return {problem, piece * chunk, static_cast<unsigned>(pieces), rows * pieces};
+  const int64_t slice = whole ? std::max<int64_t>(chunks, 1) : std::max(min_chunks, ceil_div(chunks, max_slices));
+  const int64_t slices = whole ? 1 : ceil_div(chunks, slice), rows = problem.outer * problem.inner;
+  return {problem, slice * chunk, static_cast<unsigned>(slices), rows * slices};
 }
 
 template <class T>
-struct Piece {
+struct Slice {
   RowCoord coord;
   const T* data;
-  int64_t first;  // the class of the row at which the piece begins
+  int64_t first;  // the class of the row at which the slice begins
   int classes;
-  __device__ __forceinline__ Piece(const PiecedProblem& pieced, unsigned index) {
-    const RowProblem& problem = pieced.problem;
-    const unsigned row = pieced.pieces_per_row == 1 ? index : index / pieced.pieces_per_row;
-    first = int64_t{index - row * pieced.pieces_per_row} * pieced.classes_per_piece;
+  __device__ __forceinline__ Slice(const SlicedProblem& sliced, unsigned index) {
+    const RowProblem& problem = sliced.problem;
+    const unsigned row = sliced.slices_per_row == 1 ? index : index / sliced.slices_per_row;
+    first = int64_t{index - row * sliced.slices_per_row} * sliced.classes_per_slice;
     coord = row_coord(problem, row);
     data = row_of<const T>(problem.input, coord).data + first;
-    classes = static_cast<int>(problem.classes - first < pieced.classes_per_piece ? problem.classes - first
-                                                                                  : pieced.classes_per_piece);
+    classes = static_cast<int>(problem.classes - first < sliced.classes_per_slice ? problem.classes - first
+                                                                                  : sliced.classes_per_slice);
   }
 };
 
@@ -73,7 +73,7 @@ struct PipelineChunk {
   static constexpr int kVectors = Shape::kVectors, kElements = Shape::kElements;
   const uint4* stage;
   const T* data;  // the chunk in global memory
-  int classes;  // from the chunk's first class to the end of the piece: may exceed the chunk
+  int classes;  // from the chunk's first class to the end of the slice: may exceed the chunk
 
   __device__ __forceinline__ static int thread() { return threadIdx.x % Shape::kThreads; }
   __device__ __forceinline__ static int first_class_of(int i) { return (thread() + i * Shape::kThreads) * kElements; }
@@ -123,20 +123,20 @@ struct PipelineChunk {
   }
 };
 
-// The producer thread's state. It copies the pieces first, first + step, ... chunk by chunk.
+// The producer thread's state. It copies the slices first, first + step, ... chunk by chunk.
 template <class Shape>
 class ChunkLoader {
   using T = typename Shape::T;
 
  public:
-  __device__ __forceinline__ ChunkLoader(const PiecedProblem& pieced, uint4* stages, uint64_t* full, unsigned first,
+  __device__ __forceinline__ ChunkLoader(const SlicedProblem& sliced, uint4* stages, uint64_t* full, unsigned first,
                                          unsigned step)
-      : pieced_(pieced),
+      : sliced_(sliced),
         stages_(stages),
         full_(full),
         next_(first),
         step_(step),
-        end_(static_cast<unsigned>(pieced.total_pieces)) {}
+        end_(static_cast<unsigned>(sliced.total_slices)) {}
   // Once, before the barrier after which consumers wait for chunks.
   __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < Shape::kStages; ++stage) mbarrier_init(&full_[stage], 1);
@@ -149,8 +149,8 @@ class ChunkLoader {
   __device__ __forceinline__ void load(int stage) {
     if (left_ <= 0) {
       if (next_ >= end_) return;
-      const Piece<T> piece(pieced_, next_);
-      data_ = piece.data, left_ = piece.classes, next_ += step_;
+      const Slice<T> slice(sliced_, next_);
+      data_ = slice.data, left_ = slice.classes, next_ += step_;
     }
     const int classes = left_ < Shape::kClasses ? left_ : Shape::kClasses;
     const unsigned skip = misalignment(data_);
@@ -162,12 +162,12 @@ class ChunkLoader {
   }
 
  private:
-  const PiecedProblem& pieced_;
+  const SlicedProblem& sliced_;
   uint4* stages_;
   uint64_t* full_;
-  unsigned next_, step_, end_;  // pieces
-  const T* data_ = nullptr;  // the next chunk of the current piece
-  int left_ = 0;  // classes of the current piece
+  unsigned next_, step_, end_;  // slices
+  const T* data_ = nullptr;  // the next chunk of the current slice
+  int left_ = 0;  // classes of the current slice
 };
 
 }  // namespace flash_online::cuda

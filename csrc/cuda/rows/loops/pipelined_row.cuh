@@ -1,11 +1,11 @@
 // The maximum and sum of contiguous rows that are too long for registers, where the operator needs nothing else (logsumexp, a
-// loss). Each warp streams pieces of rows through a pipeline of its own and waits for no other warp. It leaves a Partial per
-// piece, which finish_kernel (dispatch.cuh) merges.
+// loss). Each warp streams slices of rows through a pipeline of its own and waits for no other warp. It leaves a Partial per
+// slice, which finish_kernel (dispatch.cuh) merges.
 #pragma once
 
 #include "../../hw/pdl.cuh"
+#include "multi_cta_row.cuh"
 #include "pipeline.cuh"
-#include "split_row.cuh"
 
 namespace flash_online::cuda {
 
@@ -17,8 +17,8 @@ using WarpPipelineShape = PipelineShape<T, kWarpSize, 8, 3>;
 inline bool has_bulk_copy() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 
 template <class T>
-PiecedProblem pipelined_row_pieces(const RowProblem& problem, Type<T>) {
-  return cut_into_pieces(problem, WarpPipelineShape<T>::kClasses, 1, 4, 256);
+SlicedProblem pipelined_row_slices(const RowProblem& problem, Type<T>) {
+  return cut_into_slices(problem, WarpPipelineShape<T>::kClasses, 1, 4, 256);
 }
 
 // The pipeline of one warp: lane 0 is the producer, and all lanes are consumers.
@@ -27,16 +27,16 @@ class WarpPipeline {
   using T = typename Shape::T;
 
  public:
-  __device__ __forceinline__ WarpPipeline(const PiecedProblem& pieced, uint4* stages, uint64_t* full, unsigned first,
+  __device__ __forceinline__ WarpPipeline(const SlicedProblem& sliced, uint4* stages, uint64_t* full, unsigned first,
                                           unsigned step)
-      : stages_(stages), full_(full), loader_(pieced, stages, full, first, step) {
+      : stages_(stages), full_(full), loader_(sliced, stages, full, first, step) {
     if (threadIdx.x % kWarpSize == 0) {
       loader_.init_barriers();
       loader_.load_all_stages();
     }
     __syncwarp();
   }
-  // Reads the next chunk and starts the copy of another. *data: its first element, `classes` before the end of its piece.
+  // Reads the next chunk and starts the copy of another. *data: its first element, `classes` before the end of its slice.
   __device__ __forceinline__ void read(uint4 (&v)[Shape::kVectors], const T* data, int classes) {
     const PipelineChunk<Shape> chunk{stages_ + state_.stage * Shape::kStageVectors, data, classes};
     wait(&full_[state_.stage], state_.parity);
@@ -53,10 +53,10 @@ class WarpPipeline {
   ChunkLoader<Shape> loader_;
 };
 
-// Stores each piece's part of its row's state in the workspace.
+// Stores the Partial of each slice in the workspace.
 template <class T>
 __global__ void __launch_bounds__(kPipelinedWarps* kWarpSize, kPipelinedCtasPerSm)
-    pipelined_part_kernel(const __grid_constant__ PiecedProblem pieced) {
+    pipelined_partial_kernel(const __grid_constant__ SlicedProblem sliced) {
   if constexpr (kHasBulkCopy) {
     using Shape = WarpPipelineShape<T>;
     extern __shared__ __align__(128) uint4 all_shared[];
@@ -64,15 +64,15 @@ __global__ void __launch_bounds__(kPipelinedWarps* kWarpSize, kPipelinedCtasPerS
     launch_dependents();
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const unsigned first = warp * gridDim.x + blockIdx.x, step = gridDim.x * kPipelinedWarps;
-    WarpPipeline<Shape> pipeline(pieced, all_shared + warp * (Shape::kBytes / kVectorBytes), full[warp], first, step);
-    const unsigned all = static_cast<unsigned>(pieced.total_pieces);
+    WarpPipeline<Shape> pipeline(sliced, all_shared + warp * (Shape::kBytes / kVectorBytes), full[warp], first, step);
+    const unsigned all = static_cast<unsigned>(sliced.total_slices);
     for (unsigned index = first; index < all; index += step) {
-      const Piece<T> piece(pieced, index);
+      const Slice<T> slice(sliced, index);
       RowState state;
 #pragma unroll 1
-      for (int begin = 0; begin < piece.classes; begin += Shape::kClasses) {
+      for (int begin = 0; begin < slice.classes; begin += Shape::kClasses) {
         uint4 v[Shape::kVectors];
-        pipeline.read(v, piece.data + begin, piece.classes - begin);
+        pipeline.read(v, slice.data + begin, slice.classes - begin);
         float max = -INFINITY;
 #pragma unroll
         for (int i = 0; i < Shape::kVectors; ++i) max = fmaxf(max, max_of<T>(v[i]));
@@ -83,22 +83,22 @@ __global__ void __launch_bounds__(kPipelinedWarps* kWarpSize, kPipelinedCtasPerS
       float nan = state.sum != state.sum ? 1.0f : 0.0f;
       if (state.max == INFINITY) {  // rare: resolve_infinity has to know whether there is a NaN as well
         nan = 0;
-        for (int c = lane; c < piece.classes; c += kWarpSize) {
-          const float x = widen(piece.data[c]);
+        for (int c = lane; c < slice.classes; c += kWarpSize) {
+          const float x = widen(slice.data[c]);
           nan += x != x ? 1.0f : 0.0f;
         }
         nan = lanes_sum<kWarpSize>(nan);
       }
-      if (lane == 0) static_cast<Partial*>(pieced.problem.workspace)[index] = {state.max, state.sum, 0, nan};
+      if (lane == 0) static_cast<Partial*>(sliced.problem.workspace)[index] = {state.max, state.sum, 0, nan};
     }
   }
 }
 
 template <class T>
-void launch_pipelined_part(const PiecedProblem& pieced, cudaStream_t stream) {
-  static PersistentKernel kernel(pipelined_part_kernel<T>, kPipelinedWarps * kWarpSize,
+void launch_pipelined_partial(const SlicedProblem& sliced, cudaStream_t stream) {
+  static PersistentKernel kernel(pipelined_partial_kernel<T>, kPipelinedWarps * kWarpSize,
                                  kPipelinedWarps * WarpPipelineShape<T>::kBytes);
-  kernel.launch_all(pieced, ceil_div(pieced.total_pieces, kPipelinedWarps), false, stream);
+  kernel.launch_all(sliced, ceil_div(sliced.total_slices, kPipelinedWarps), false, stream);
 }
 
 }  // namespace flash_online::cuda

@@ -54,7 +54,7 @@ struct NeighborClasses {
   __device__ __forceinline__ bool contain(int c) const { return first <= c && c < first + kElements; }
 };
 
-// Writes vectors as parts of a row in global memory. kWholeWarp is as for store_vector.
+// Writes vectors of a row to global memory. kWholeWarp is as for store_vector.
 template <class Result, int kElements, bool kWholeWarp>
 struct RowWriter {
   Result* row;
@@ -174,11 +174,11 @@ class OnChipRow {
     vectors_.wait();
     float sum = 0;
     for_each_vector(other, [&](const auto& c, const float (&x)[kElements], const float (&y)[kElements]) {
-      float part = 0;
+      float vector_sum = 0;
 #pragma unroll
       for (int e = 0; e < kElements; ++e)
-        if (c.within(e, classes_)) part += f(c(e), x[e], y[e]);
-      sum += part;
+        if (c.within(e, classes_)) vector_sum += f(c(e), x[e], y[e]);
+      sum += vector_sum;
     });
     return vectors_.template merge_warps<kSlot>(Sum{lanes_sum<kLanesPerRow>(sum)}).value;
   }
@@ -260,11 +260,11 @@ class OnChipRow {
 #pragma unroll Vectors::kUnroll
     for (int i = 0; i < vectors_.count(); ++i) {
       if (!vectors_.has(i)) continue;
-      float x[kPerVector<T>], part = 0;
+      float x[kPerVector<T>], vector_sum = 0;
       unpack<T>(vectors_[i], x);
 #pragma unroll
-      for (int e = 0; e < kElements; ++e) part += weight(x[e]);
-      sum += part;
+      for (int e = 0; e < kElements; ++e) vector_sum += weight(x[e]);
+      sum += vector_sum;
     }
     return sum;
   }

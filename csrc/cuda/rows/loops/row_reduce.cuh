@@ -13,8 +13,8 @@
 //                                     the CTAs of a cluster            reaches, if results are as long as the row
 //   (pipelined)    pipelined_row.cuh  nowhere: chunks pass through a   longer, if the operator needs one pass and only reduces
 //                                     pipeline in shared memory        (compute capability 9.0 and up)
-//   SplitRow       split_row.cuh      global memory: one kernel        all other contiguous rows
-//                                     reduces pieces, one uses them
+//   MultiCtaRow    multi_cta_row.cuh  global memory: one kernel        all other contiguous rows
+//                                     reduces slices, one uses them
 //
 // The order in which results are merged is fixed, and all threads of a row get the same bits. A row's result is therefore the
 // same in every run and does not depend on the other rows.
@@ -128,7 +128,7 @@ struct Row {
   __device__ __forceinline__ void set(int64_t c, float x) const { data[c * stride] = narrow<T>(x); }
 };
 
-// A thread's row of [outer, classes, inner]. `index` is the row's position in tensors of one number per row.
+// A thread's row of [outer, classes, inner]. `index` is the row's position in tensors of row scalars, one per row.
 // A thread beyond the last row has exists == false and must not read or write.
 struct RowCoord {
   int64_t outer, inner, index;
@@ -151,17 +151,17 @@ __device__ __forceinline__ Row<T> row_of(const View3<Pointer>& view, const RowCo
   return {static_cast<T*>(view.data) + coord.outer * view.stride[0] + coord.inner * view.stride[2], view.stride[1]};
 }
 
-// An array of one number per row, and the bytes of a number.
-struct RowNumbers {
+// An array of row scalars, one per row, and the bytes of a scalar.
+struct RowScalars {
   const void* data;
   unsigned bytes;
 };
 
-// The row's number in the array that the operator names (dispatch.cuh); the row must exist. A reader may have it at hand.
+// The row's scalar in the array that the operator names (dispatch.cuh); the row must exist. A reader may have it at hand.
 template <class V, class Reader>
-__device__ __forceinline__ V row_number(const Reader& reader, const void* array) {
-  if constexpr (requires { reader.template staged_number<V>(); })
-    return reader.template staged_number<V>();
+__device__ __forceinline__ V row_scalar(const Reader& reader, const void* array) {
+  if constexpr (requires { reader.template staged_scalar<V>(); })
+    return reader.template staged_scalar<V>();
   else
     return static_cast<const V*>(array)[reader.coord.index];
 }
@@ -246,7 +246,7 @@ class Compensation {
   float error_ = 0;
 };
 
-// ---- merging the lanes of a warp, or of an aligned part of a warp; all lanes of the warp call these together
+// ---- merging the lanes of a warp, or of an aligned subset of a warp; all lanes of the warp call these together
 
 // Butterfly reductions. They give every lane the same bits, because a maximum is exact and a sum of two commutes.
 template <int kLanes>
@@ -303,11 +303,11 @@ __device__ __forceinline__ float sum_of(const uint4 (&v)[kVectors], const F& f) 
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    float x[kPerVector<T>], part = 0;
+    float x[kPerVector<T>], vector_sum = 0;
     unpack<T>(v[i], x);
 #pragma unroll
-    for (int e = 0; e < kPerVector<T>; ++e) part += f(x[e]);
-    sum += part;
+    for (int e = 0; e < kPerVector<T>; ++e) vector_sum += f(x[e]);
+    sum += vector_sum;
   }
   return sum;
 }

@@ -67,13 +67,14 @@ __device__ __forceinline__ void store_vector(Result* row, int c, int classes, co
     const unsigned skip = misalignment(row);
     if (skip != 0) {
       const uint4 own = pack<Result>(y), before = neighbor<-1>(own);
-      const int lane = static_cast<int>(threadIdx.x) % kWarpSize, split = kElements - static_cast<int>(skip / sizeof(Result));
+      const int lane = static_cast<int>(threadIdx.x) % kWarpSize,
+                boundary = kElements - static_cast<int>(skip / sizeof(Result));
       const bool joined = lane != 0 && c + kElements <= classes;
       const bool next_joins = lane != kWarpSize - 1 && c + 2 * kElements <= classes;
       if (joined) store_streaming(reinterpret_cast<char*>(at) - skip, bytes_from(before, own, kVectorBytes - skip));
 #pragma unroll
       for (int e = 0; e < kElements; ++e)
-        if (c + e < classes && !(e < split ? joined : next_joins)) at[e] = narrow<Result>(y[e]);
+        if (c + e < classes && !(e < boundary ? joined : next_joins)) at[e] = narrow<Result>(y[e]);
       return;
     }
   }
@@ -86,8 +87,8 @@ __device__ __forceinline__ void store_vector(Result* row, int c, int classes, co
       __stcs(reinterpret_cast<uint2*>(at), make_uint2(low.x, low.y));
     } else {
 #pragma unroll
-      for (int part = 0; part < kBytes / kVectorBytes; ++part)
-        store_streaming(at + part * kPerVector<Result>, pack<Result>(y + part * kPerVector<Result>));
+      for (int i = 0; i < kBytes / kVectorBytes; ++i)
+        store_streaming(at + i * kPerVector<Result>, pack<Result>(y + i * kPerVector<Result>));
     }
   } else {
 #pragma unroll

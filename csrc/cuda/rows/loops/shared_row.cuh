@@ -147,7 +147,7 @@ using SharedRow = OnChipRow<SharedVectors<Group, kTensors, T>, T>;
 template <class Op, class Group, class T>
 struct SharedRowReader {
   using Element = T;
-  static constexpr bool kSplit = false;
+  static constexpr bool kMultiCta = false;
   const RowProblem& problem;
   RowCoord coord;
   int vectors;
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(Group::kThreads, Group::kCtasPerSm)
 
 // ---- rows that are not a whole number of vectors
 
-// The location of a thread's part of such a row (see StagedVectors): segment i of a CTA has kThreads vectors, and the CTAs of a
+// Where a thread's elements of such a row are (see StagedVectors): segment i of a CTA has kThreads vectors, and the CTAs of a
 // cluster take segments in turn.
 template <class Group_, int kTensors>
 struct SharedSegments {
@@ -217,7 +217,7 @@ template <class Op, class Group, class T, Deal kDeal>
 struct StagedRowReader {
   using Element = T;
   using Segments = SharedSegments<Group, Op::kTensors>;
-  static constexpr bool kSplit = false;
+  static constexpr bool kMultiCta = false;
   const RowProblem& problem;
   RowCoord coord;
   int vectors;

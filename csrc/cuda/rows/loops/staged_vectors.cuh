@@ -45,7 +45,7 @@ struct Run {
     if (middle != 0) bulk_store(reinterpret_cast<char*>(global) + begin, shared + begin, middle);
   }
 
-  // The part of thread number `thread` of `threads`, where there are no bulk copies or where rows are shifted.
+  // The share of thread number `thread` of `threads`, where there are no bulk copies or where rows are shifted.
   __device__ __forceinline__ void load_by_threads(int thread, int threads) const {
     const unsigned skip = misalignment(global);
     for (unsigned b = thread * kVectorBytes; b < skip + bytes; b += threads * kVectorBytes)

@@ -94,7 +94,7 @@ __device__ __forceinline__ void for_each_row(const RowProblem& problem, const Bo
     body(strided_row_coord<Group>(problem, grid, row_set));
 }
 
-// A row as the operators see it. OnChipRow (register_row.cuh) and SplitRow (split_row.cuh) have the same members.
+// A row as the operators see it. OnChipRow (register_row.cuh) and MultiCtaRow (multi_cta_row.cuh) have the same members.
 template <class Group, class T>
 class StridedRow {
  public:

@@ -23,7 +23,7 @@
 
 namespace flash_online::cuda {
 
-constexpr int kDqPieceColumnsSm90 = 64;  // columns of dQ that a warpgroup computes at a time
+constexpr int kDqChunkColumnsSm90 = 64;  // columns of dQ that a warpgroup computes at a time
 
 // The source of a mask that does not use MaskTile: none, TransposedMaskBits, or TMA boxes of the mask as it is in memory.
 enum class TransposedMask { kNone, kBits, kTma };
@@ -47,7 +47,7 @@ struct BackwardSm90Arguments {
   ScoreMod score_mod;
   float keep_scale;  // dropout: 1 / (1 - p)
   float bias_scale;  // from ALiBi and a mask to the units of the products: 1 / scale
-  KvGradParts kv_grad_parts;
+  KvGradPartials kv_grad_partials;
 };
 
 // Config: a BackwardSm90Config.
@@ -79,20 +79,20 @@ struct BackwardSm90Kernel {
   static constexpr int kQuerySteps = kQueries / 16, kKeySteps = kKeys / 16;  // of the products that sum over them
   static constexpr unsigned kRowBytes = kBoxColumns * sizeof(T);
 
-  // dQ of a block is cut into pieces of 64 x 64. Two warpgroups take one piece each, side by side where a block has 64 queries
-  // and one above the other where it has 128; of the last piece in a row there may be half. The pipeline's third warpgroup
-  // takes one piece after another, half of them in each CTA of a cluster, and a single warpgroup takes all columns at once.
+  // dQ of a block is cut into chunks of 64 x 64. Two warpgroups take one chunk each, side by side where a block has 64 queries
+  // and one above the other where it has 128; of the last chunk in a row there may be half. The pipeline's third warpgroup
+  // takes one chunk after another, half of them in each CTA of a cluster, and a single warpgroup takes all columns at once.
   static constexpr bool kDqSideBySide = kQueries == 64;
-  // Where a row has an odd number of boxes, each CTA of a cluster has half of the middle one besides, as the end of its piece.
+  // Where a row has an odd number of boxes, each CTA of a cluster has half of the middle one too, as the end of its chunk.
   static constexpr int kDqNarrowColumns = kPipelined && kBoxes % 2 != 0 ? kBoxColumns / 2 : 0;
-  static constexpr int kDqPieces = kPipelined ? kBoxes / kCluster : 1;
-  static constexpr int kDqPieceColumns = kSingleWarpgroup ? kHeadDim : kDqPieceColumnsSm90 + kDqNarrowColumns;
+  static constexpr int kDqChunks = kPipelined ? kBoxes / kCluster : 1;
+  static constexpr int kDqChunkColumns = kSingleWarpgroup ? kHeadDim : kDqChunkColumnsSm90 + kDqNarrowColumns;
   static constexpr int kDqWarps = kPipelined ? 4 : kMathWarps;
   // dQ leaves through shared memory and bulk copies where shared memory has room for it, else from registers.
   static constexpr bool kStagesDq = !kAllOptions && !kSingleWarpgroup;
-  // Of a piece's tiles of 16 x 8, the first kDqBulkTiles go that way; the last ones are added from registers all the same,
+  // Of a chunk's tiles of 16 x 8, the first kDqBulkTiles go that way; the last ones are added from registers all the same,
   // since both ways at once are faster than either.
-  static constexpr int kDqBulkTiles = kDqPieceColumns / 8 - kTile.dq_register_tiles;
+  static constexpr int kDqBulkTiles = kDqChunkColumns / 8 - kTile.dq_register_tiles;
   static constexpr int kDqAlignment = kPersistent ? kBoxAlignment : kVectorBytes;
   static_assert(kDqNarrowColumns == 0 || kTile.dq_register_tiles * 8 == kDqNarrowColumns);
   // A persistent kernel needs a work tile's keys to the very end of it, for dQ: the next one's arrive in another buffer.
@@ -118,7 +118,7 @@ struct BackwardSm90Kernel {
   struct Without {};  // in place of a member that a kernel does not have, without room
 
   // The keys that a CTA owns at a time, and the blocks of queries that it loops over.
-  struct WorkTile {
+  struct BackwardWorkTile {
     int batch, kv_grad_head, key, last_key, queries, keys, first_head, q_heads_per_kv_grad_head;
     [[no_unique_address]] std::conditional_t<kAllOptions, Visibility, Without<Visibility>> visible;
     int begin, end;  // blocks of queries of each head; begin < 0: there are no more work tiles
@@ -126,7 +126,7 @@ struct BackwardSm90Kernel {
     int offset, left, right;  // those of Sequence::visible in 32 bits; kUnbounded: no bound
     // Where no mask hides any: the first block of first_head that counts, and how many there are from it on, head after head.
     int first_block, blocks;
-    int slot;  // of a part: its slot in kv_grad_parts; -1: this is a whole tile
+    int slot;  // of a part: its slot in kv_grad_partials; -1: this is a whole tile
   };
   static constexpr int kUnbounded = 4 * kMaxLengthBackwardSm90;  // no query stands that far from a key
 
@@ -190,7 +190,7 @@ struct BackwardSm90Kernel {
     // These members are not the last ones: compute-sanitizer takes row_stats for an operand without gaps between its matrices,
     // which would be longer, and would end outside of shared memory.
     alignas(16) RowStats row_stats[kStages][kQueries / kStatsRows];
-    WorkTile tile[kPersistent ? 2 : 1];
+    BackwardWorkTile tile[kPersistent ? 2 : 1];
     // The current block, the next one, the two before (their dQ is still being added), and the one after the next, which the
     // producer announces before its stage is free. With one buffer of dS, only the last dQ is still being added then.
     QueryBlock query_block[kQueryBlocks];
@@ -274,7 +274,7 @@ struct BackwardSm90Kernel {
   template <int kColumns>
   using GradAccumulator = Accumulator<1, kColumns / 8>;  // of dK or dV: [this warpgroup's keys][columns]
   using ScoreAccumulator = Accumulator<1, kQueries / 8>;  // S or dP: [this warpgroup's keys][the block's queries]
-  using DqAccumulator = float[kDqPieceColumns / 2];  // a piece of dQ
+  using DqAccumulator = float[kDqChunkColumns / 2];  // a chunk of dQ
   using PackedScores = unsigned[kQueries / 16][4];  // weights or dS, in pairs of 16 bits: a product's left operand
   using Mask = MaskTile<kQueries, kKeys, kMathThreads>;
   using OutTile = SharedTile<T, kHeadDim>;
@@ -303,7 +303,7 @@ struct BackwardSm90Kernel {
   __device__ static void clear_padding(const BackwardSm90Arguments& a);
   __device__ static bool use_narrow_tile(const BackwardSm90Arguments& a, int64_t batch, int first_head,
                                          int q_heads_per_kv_grad_head, int key);
-  __device__ static bool find_work_tile(const BackwardSm90Arguments& a, unsigned index, WorkTile& tile);
+  __device__ static bool find_work_tile(const BackwardSm90Arguments& a, unsigned index, BackwardWorkTile& tile);
   __device__ static bool take_work_tile(const BackwardSm90Arguments& a, Shared& shared);
   __device__ static void init_barriers(const BackwardSm90Arguments& a, Shared& shared);
   __device__ static void run(const BackwardSm90Arguments& a, Shared& shared);
@@ -312,7 +312,8 @@ struct BackwardSm90Kernel {
   class MaskedBlockIterator;
   struct Producer;
   __device__ static void generate_dropout(const BackwardSm90Arguments& a, Shared& shared, int quarter);
-  __device__ static void order_dq_adds(const BackwardSm90Arguments& a, Shared& shared, const WorkTile& tile, int& count);
+  __device__ static void order_dq_adds(const BackwardSm90Arguments& a, Shared& shared, const BackwardWorkTile& tile,
+                                       int& count);
   __device__ static void order_dq_adds_of_all_tiles(const BackwardSm90Arguments& a, Shared& shared);
 
   // A math warpgroup: what all schedules have in common (warpgroup.cuh), and the schedules (schedule_*.cuh).

@@ -3,7 +3,7 @@
 // A CTA owns a tile of 128 keys and values, 64 per math warpgroup, and loops over blocks of queries of all heads that share
 // them (the mainloop); a producer warp loads these. Scores are computed again, transposed: [key][query]. So weights and dS are
 // left operands of the products dV = P^T dO and dK = dS^T Q straight from registers, and dV and dK stay in registers to the end
-// (the epilogue stores them). dS also goes through shared memory, for dQ = dS K: each warpgroup computes its piece of a block's
+// (the epilogue stores them). dS also goes through shared memory, for dQ = dS K: each warpgroup computes its chunk of a block's
 // dQ over all 128 keys, one block late, so that neither waits for the other, and adds it to the dQ accumulator in global
 // memory, which convert_dq_accum makes the gradient of.
 //
@@ -81,15 +81,16 @@ __device__ bool BackwardSm90Kernel<T, Config>::use_narrow_tile(const BackwardSm9
 
 // Finds the work tile of that number. A warp or more call it, and their first thread writes the tile; false: there is none.
 template <class T, class Config>
-__device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90Arguments& a, unsigned index, WorkTile& tile) {
+__device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90Arguments& a, unsigned index,
+                                                              BackwardWorkTile& tile) {
   const AttentionProblem& problem = a.problem;
   if constexpr (kCutsTiles) {
-    const TilePart part = a.kv_grad_parts.cuts.part_of(index);
+    const TilePart part = a.kv_grad_partials.cuts.part_of(index);
     index = part.tile;
     // The part stays in shared memory until the tile's blocks are known: the producer warp has few registers.
     if (threadIdx.x == 0) tile.first_block = part.number, tile.blocks = part.count, tile.slot = part.slot;
   }
-  const TileCoord at = tile_coord(problem, a.tile_list, index, true, kClusterKeys, a.kv_grad_parts.reversed);
+  const TileCoord at = tile_coord(problem, a.tile_list, index, true, kClusterKeys, a.kv_grad_partials.reversed);
   int64_t batch = at.sequence;
   int kv_grad_head = at.head;
   if (kTransposed && a.batch_innermost) {
@@ -155,7 +156,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::take_work_tile(const BackwardSm90
     unsigned index = 0;
     if (threadIdx.x == 0) index = atomicAdd(a.tile_counter, 1u);
     index = __shfl_sync(~0u, index, 0);
-    if (index >= static_cast<unsigned>(a.kv_grad_parts.cuts.items())) {
+    if (index >= static_cast<unsigned>(a.kv_grad_partials.cuts.items())) {
       if (threadIdx.x == 0) shared.tile[shared.producer_tiles % 2].begin = -1;
       return false;
     }

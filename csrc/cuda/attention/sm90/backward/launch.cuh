@@ -30,15 +30,15 @@ inline TransposedMask transposed_mask_of(const AttentionProblem& p) {
              : TransposedMask::kNone;
 }
 
-// The features that a problem needs besides plain attention.
+// The features that a problem needs in addition to plain attention.
 inline BackwardSm90Features backward_sm90_features(const AttentionProblem& p) {
   constexpr double kMinScale = 1e-6, kMaxScale = 1e29, kMaxDropout = 0.99;  // 16-bit weights are scaled up by 1 / (1 - dropout)
   const bool scaled = static_cast<float>(p.scale) > 0 && p.scale < kMaxScale;
   const bool wide = std::max(p.head_dim, p.head_dim_v) > kMaxOptionsHeadDimBackwardSm90;
-  if (scaled && p.scale >= kMinScale && p.softcap == 0 && !p.alibi_slopes && !p.mask.data && p.dropout == 0)
+  if (scaled && p.scale >= kMinScale && score_mods(p) == 0 && !p.mask.data && p.dropout == 0)
     return BackwardSm90Features::kPlain;
   if (wide) return BackwardSm90Features::kMasks;
-  if (!scaled || p.softcap != 0 || p.scale < kMinScale || p.dropout > kMaxDropout ||
+  if (!scaled || (score_mods(p) & ~kAlibi) || p.scale < kMinScale || p.dropout > kMaxDropout ||
       (p.mask.data && transposed_mask_of(p) == TransposedMask::kNone))
     return BackwardSm90Features::kAllOptions;
   return p.dropout != 0 ? BackwardSm90Features::kDropout : BackwardSm90Features::kMasks;
@@ -98,13 +98,13 @@ struct BackwardSm90Call {
   int* dq_semaphore = nullptr;  // unless deterministic
   int64_t dq_semaphore_bytes = 0;
   unsigned* tile_counter = nullptr;
-  KvGradParts kv_grad_parts = {};
+  KvGradPartials kv_grad_partials = {};
 };
 
 template <class T, int kHeadDim, int kHeadDimV, BackwardSm90Features kFeatures>
 void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
   using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<kHeadDim, kHeadDimV, kFeatures>>;
-  const auto& [problem, gradients, space, mask_bits, dq_semaphore, dq_semaphore_bytes, tile_counter, kv_grad_parts] = call;
+  const auto& [problem, gradients, space, mask_bits, dq_semaphore, dq_semaphore_bytes, tile_counter, kv_grad_partials] = call;
   const auto tensor = [&](const ConstView4& view, bool over_keys, int64_t heads, int64_t width) {
     return tma_tensor_of<T>(problem, view, over_keys, heads, width, over_keys ? Kernel::kKeys : Kernel::kQueries);
   };
@@ -150,8 +150,8 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
       .score_mod = ScoreMod(problem),
       .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
       .bias_scale = static_cast<float>(1 / problem.scale),
-      .kv_grad_parts = kv_grad_parts};
-  const int64_t items = Kernel::kCutsTiles ? kv_grad_parts.cuts.items() : tile_list.count(),
+      .kv_grad_partials = kv_grad_partials};
+  const int64_t items = Kernel::kCutsTiles ? kv_grad_partials.cuts.items() : tile_list.count(),
                 ctas = Kernel::kPersistent ? std::min(items, int64_t{sm_count()}) : items * Kernel::kCluster;
   launch<attention_backward_sm90<T, kHeadDim, kHeadDimV, kFeatures>>(
       arguments, ctas, Kernel::kThreads, Kernel::shared_bytes(problem, transposed_mask), stream, true, Kernel::kCluster);
@@ -159,21 +159,21 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
     if (may_use_narrow_tile) launch_backward_sm90<T, kHeadDim, kHeadDimV, BackwardSm90Features::kMasksNarrowTile>(call, stream);
 }
 
-// ---- the workspace: BackwardWorkspace, then the tile counter, the dQ semaphores, a mask's bits, and parts of dK and dV
+// ---- the workspace: BackwardWorkspace, then the tile counter, the dQ semaphores, a mask's bits, and partials of dK and dV
 
 constexpr int64_t kTileCounterBytes = 16;
 
 template <int kHeadDim>
 BackwardWorkspace backward_sm90_space(const AttentionProblem& problem, const AttentionGradients& gradients, void* workspace) {
-  const int64_t pieces = ceil_div(problem.head_dim, kDqPieceColumnsSm90);
+  const int64_t chunks = ceil_div(problem.head_dim, kDqChunkColumnsSm90);
   int64_t width = 0;
   bool stats_as_operand = false;
   visit_backward_sm90<kHeadDim>(problem, [&]<class T>(Type<T>, auto features, auto head_dim, auto head_dim_v) {
     using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<head_dim(), head_dim_v(), features()>>;
-    width = Kernel::kPadsHeadDim ? pieces * kDqPieceColumnsSm90 : int64_t{head_dim()};
+    width = Kernel::kPadsHeadDim ? chunks * kDqChunkColumnsSm90 : int64_t{head_dim()};
     stats_as_operand = Kernel::kSubtractsByProducts;
   });
-  return BackwardWorkspace(problem, gradients, width, true, mask_gradient_parts(problem, gradients), workspace,
+  return BackwardWorkspace(problem, gradients, width, true, mask_gradient_partials(problem, gradients), workspace,
                            stats_as_operand);
 }
 
@@ -186,27 +186,27 @@ inline TransposedMaskBits backward_sm90_mask_bits(const AttentionProblem& proble
   return transposed_mask_bits_of(problem, workspace);
 }
 
-// The parts of cut work tiles. Only tiles of plain dense attention in which all queries see all keys are cut, since such tiles
-// are equally long. With `deterministic` no tile is cut, since the cuts depend on the number of tiles.
+// The partials of cut work tiles. Only tiles of plain dense attention in which all queries see all keys are cut, since such
+// tiles are equally long. With `deterministic` no tile is cut, since the cuts depend on the number of tiles.
 template <int kHeadDim>
-KvGradParts backward_sm90_kv_grad_parts(const BackwardPass& pass, void* workspace) {
+KvGradPartials backward_sm90_kv_grad_partials(const BackwardPass& pass, void* workspace) {
   const AttentionProblem& problem = pass.problem;
-  KvGradParts parts;
+  KvGradPartials partials;
   visit_backward_sm90<kHeadDim>(problem, [&]<class T>(Type<T>, auto features, auto head_dim, auto head_dim_v) {
     using Kernel = BackwardSm90Kernel<T, BackwardSm90Config<head_dim(), head_dim_v(), features()>>;
-    parts.list = TileList::of(problem, true, pass.gradients.kv_grad_heads, Kernel::kClusterKeys);
-    parts.reversed = pass.deterministic || problem.visible.right < 0;
-    parts.keys = Kernel::kClusterKeys;
-    parts.head_dim = Kernel::kHeadDim;
-    parts.head_dim_v = Kernel::kHeadDimV;
-    parts.data = static_cast<float*>(workspace);
+    partials.list = TileList::of(problem, true, pass.gradients.kv_grad_heads, Kernel::kClusterKeys);
+    partials.reversed = pass.deterministic || problem.visible.right < 0;
+    partials.keys = Kernel::kClusterKeys;
+    partials.head_dim = Kernel::kHeadDim;
+    partials.head_dim_v = Kernel::kHeadDimV;
+    partials.data = static_cast<float*>(workspace);
     const int64_t blocks = problem.heads / pass.gradients.kv_grad_heads * ceil_div(problem.queries, int64_t{Kernel::kQueries});
     const bool cuts = Kernel::kCutsTiles && !pass.deterministic && !problem.query_starts && problem.visible.left < 0 &&
                       problem.visible.right < 0;
-    parts.cuts = cuts ? TileCuts::choose(parts.list.count(), blocks, sm_count() / Kernel::kCluster, Kernel::kTileCosts)
-                      : TileCuts{.whole = parts.list.count()};
+    partials.cuts = cuts ? TileCuts::choose(partials.list.count(), blocks, sm_count() / Kernel::kCluster, Kernel::kTileCosts)
+                         : TileCuts{.whole = partials.list.count()};
   });
-  return parts;
+  return partials;
 }
 
 // The call in `workspace`, and in `bytes` what it takes; with a null workspace it only counts.
@@ -226,8 +226,8 @@ BackwardSm90Call backward_sm90_call(const BackwardPass& pass, void* workspace, i
   call.mask_bits = backward_sm90_mask_bits(pass.problem, after_space + kTileCounterBytes + call.dq_semaphore_bytes);
   bytes = call.space.bytes + kTileCounterBytes + call.dq_semaphore_bytes +
           call.mask_bits.count() * static_cast<int64_t>(sizeof(unsigned));
-  call.kv_grad_parts = backward_sm90_kv_grad_parts<kHeadDim>(pass, static_cast<char*>(workspace) + bytes);
-  bytes += call.kv_grad_parts.count() * static_cast<int64_t>(sizeof(float));
+  call.kv_grad_partials = backward_sm90_kv_grad_partials<kHeadDim>(pass, static_cast<char*>(workspace) + bytes);
+  bytes += call.kv_grad_partials.count() * static_cast<int64_t>(sizeof(float));
   return call;
 }
 
@@ -280,8 +280,8 @@ void AttentionBackwardSm90<kHeadDim>::run(const BackwardPass& pass, void* worksp
       launch_backward_sm90<T, head_dim(), head_dim_v(), features()>(call, stream);
     }
   });
-  convert_dq_accum(problem, gradients, space, stream, call.kv_grad_parts);
-  if (gradients.grad_sinks) reduce_sink_parts(problem, gradients, space, stream);
+  convert_dq_accum(problem, gradients, space, stream, call.kv_grad_partials);
+  if (gradients.grad_sinks) reduce_sink_partials(problem, gradients, space, stream);
   if (gradients.grad_mask.data) backward_mask_sm90<kHeadDim>(problem, gradients, space, stream);
   add_large_rows(problem, gradients, space, stream);
 }

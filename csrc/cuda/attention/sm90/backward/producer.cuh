@@ -19,7 +19,7 @@ namespace flash_online::cuda {
 template <class T, class Config>
 class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
  public:
-  __device__ MaskedBlockIterator(const BackwardSm90Arguments& a, const WorkTile& tile, int head)
+  __device__ MaskedBlockIterator(const BackwardSm90Arguments& a, const BackwardWorkTile& tile, int head)
       : next_(tile.begin), end_(tile.end), known_end_(tile.begin), masked_(a.problem.mask.data) {
     const MaskMap& map = a.space.map;
     if (!map.data) return;
@@ -86,7 +86,7 @@ template <class T, class Config>
 struct BackwardSm90Kernel<T, Config>::Producer {
   // Calls f(count, head, block, mask_flags) for each block of a work tile; returns how many there are. A whole warp calls it.
   template <class F>
-  __device__ __forceinline__ static int for_each_block(const BackwardSm90Arguments& a, const WorkTile& tile, F&& f) {
+  __device__ __forceinline__ static int for_each_block(const BackwardSm90Arguments& a, const BackwardWorkTile& tile, F&& f) {
     int count = 0;
     for (int head = tile.first_head; head < tile.first_head + tile.q_heads_per_kv_grad_head; ++head) {
       MaskedBlockIterator blocks(a, tile, head);
@@ -97,7 +97,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
   }
 
   // True if by position alone the queries [query, query + kQueries) see all keys of the tile, and all of these exist.
-  __device__ static bool all_visible(const WorkTile& tile, int query) {
+  __device__ static bool all_visible(const BackwardWorkTile& tile, int query) {
     const int position = query + tile.offset;
     return query + kQueries <= tile.queries && tile.key + kKeys <= tile.keys &&
            position + kQueries - 1 - tile.left <= tile.key && tile.key + kKeys - 1 <= position + tile.right;
@@ -105,13 +105,14 @@ struct BackwardSm90Kernel<T, Config>::Producer {
 
   // One thread calls the following functions, unless noted otherwise.
   template <int kCount>
-  __device__ static void load_keys(TmaTile<kCount, kKeys>& to, const TmaTensor& from, const WorkTile& tile, uint64_t* full) {
+  __device__ static void load_keys(TmaTile<kCount, kKeys>& to, const TmaTensor& from, const BackwardWorkTile& tile,
+                                   uint64_t* full) {
     arrive_expect_tx(full, sizeof(to));
 #pragma unroll
     for (int box = 0; box < kCount; ++box)
       tma_load(to.box[box], from.map, from.at(tile.batch, tile.first_head, tile.first_key, box), full);
   }
-  __device__ static void load_peer_keys(const BackwardSm90Arguments& a, Shared& shared, const WorkTile& tile) {
+  __device__ static void load_peer_keys(const BackwardSm90Arguments& a, Shared& shared, const BackwardWorkTile& tile) {
     const int from = tile.first_key + (rank() == 0 ? kKeys : -kKeys);
     arrive_expect_tx(&shared.key_full[0], sizeof(shared.peer.key));
 #pragma unroll
@@ -129,7 +130,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
   }
 
   __device__ static void load_mask_bits(const BackwardSm90Arguments& a, Shared& shared, int stage, int head, int query) {
-    const WorkTile& tile = shared.tile[0];
+    const BackwardWorkTile& tile = shared.tile[0];
     const TransposedMaskBits& bits = a.mask_bits;
     const auto index = [&](int i, int64_t n) { return bits.size[i] == 1 ? int64_t{0} : min(n, bits.size[i] - 1); };
     const int64_t first = index(0, tile.batch) * bits.size[1] + index(1, head);
@@ -145,7 +146,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
   }
   __device__ static void load_mask_boxes(const BackwardSm90Arguments& a, Shared& shared, int count, int head, int query,
                                          int mask_flags) {
-    const WorkTile& tile = shared.tile[0];
+    const BackwardWorkTile& tile = shared.tile[0];
     wait(&shared.mask.empty, count % 2 ^ 1);
     arrive_expect_tx(&shared.mask.full, __popc(mask_flags & kEitherMixed) * sizeof(MaskBox));
 #pragma unroll
@@ -158,8 +159,8 @@ struct BackwardSm90Kernel<T, Config>::Producer {
   }
 
   // Announces and loads a block of queries, the CTA's `count`-th.
-  __device__ static void load_block(const BackwardSm90Arguments& a, Shared& shared, const WorkTile& tile, int count, int head,
-                                    int number, int mask_flags, bool last = false, bool third = false) {
+  __device__ static void load_block(const BackwardSm90Arguments& a, Shared& shared, const BackwardWorkTile& tile, int count,
+                                    int head, int number, int mask_flags, bool last = false, bool third = false) {
     const int stage = count % 2, query = number * kQueries, row = tile.first_query + query, batch = tile.batch,
               first_row_block = static_cast<int>(cuda::first_row_block(a.problem, a.space.list, tile.batch, head));
     // Once the stage is free, the math warpgroups wait for the loads. Divisions and reads of shared memory, slow while products
@@ -198,11 +199,11 @@ struct BackwardSm90Kernel<T, Config>::Producer {
                   &shared.query_full[stage]);
       } else {
         const float* const stats = a.space.row_stats + int64_t{stats_block[n]} * kRowStats;
-        constexpr int kPieces = kLseLowInStaging ? 2 : 1;  // two: lse, and delta; lse's low part stands between them
+        constexpr int kCopies = kLseLowInStaging ? 2 : 1;  // two: lse, and delta; lse's low query_group stands between them
 #pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece)
-          bulk_load(&shared.row_stats[stage][n][piece * kStatsRows], stats + piece * 2 * kStatsRows,
-                    sizeof(shared.row_stats[stage][n]) / kPieces, &shared.query_full[stage]);
+        for (int copy = 0; copy < kCopies; ++copy)
+          bulk_load(&shared.row_stats[stage][n][copy * kStatsRows], stats + copy * 2 * kStatsRows,
+                    sizeof(shared.row_stats[stage][n]) / kCopies, &shared.query_full[stage]);
       }
     }
     if constexpr (kTransposed)
@@ -219,7 +220,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
 
   // A CTA's only work tile, by the whole warp.
   __device__ static void run(const BackwardSm90Arguments& a, Shared& shared) {
-    const WorkTile& tile = shared.tile[0];
+    const BackwardWorkTile& tile = shared.tile[0];
     const bool leads = threadIdx.x == 0;
     if (leads) {
       load_keys(shared.key[0], a.key, tile, &shared.key_full[0]);
@@ -258,7 +259,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
         if (!more) return;
         continue;
       }
-      const WorkTile& tile = shared.tile[tile_count % 2];
+      const BackwardWorkTile& tile = shared.tile[tile_count % 2];
       const int blocks = more ? tile.blocks : 0;
       int n = 0;
       do {
@@ -300,7 +301,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
 // neighbouring lanes holds in an accumulator (wgmma.cuh).
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::generate_dropout(const BackwardSm90Arguments& a, Shared& shared, int quarter) {
-  const WorkTile& tile = shared.tile[0];
+  const BackwardWorkTile& tile = shared.tile[0];
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, odd = lane / 16, upper = lane % 2;
   // The shuffle tells the compiler that all lanes have the same value: what follows from it is then computed once per warp.
   const auto uniform = [](auto x) { return __shfl_sync(~0u, x, 0); };
@@ -308,11 +309,11 @@ __device__ void BackwardSm90Kernel<T, Config>::generate_dropout(const BackwardSm
   const int64_t batch = a.problem.batch_begin + uniform(tile.batch);
   // Adding this to a random word carries if the weight is kept.
   const uint32_t above = 0u - drop_threshold(a.problem.dropout);
-  constexpr int kParts = kQueries / kStatsRows, kAtOnce = 2;
-  // `part` counts kStatsRows queries, of one block after another.
+  constexpr int kQueryGroups = kQueries / kStatsRows, kAtOnce = 2;
+  // `query_group` counts kStatsRows queries, of one block after another.
 #pragma unroll 1
-  for (int part = 0;; ++part) {
-    const int count = part / kParts, stage = count % 2;
+  for (int query_group = 0;; ++query_group) {
+    const int count = query_group / kQueryGroups, stage = count % 2;
     wait(&shared.query_full[stage], count / 2 % 2);  // by then the bits of the block before in this stage have been read
     const int first = uniform(shared.query_block[count % kQueryBlocks].query),
               head = uniform(shared.query_block[count % kQueryBlocks].head);
@@ -324,8 +325,9 @@ __device__ void BackwardSm90Kernel<T, Config>::generate_dropout(const BackwardSm
       uint32_t words[kAtOnce][Philox::kKeys / 2];
 #pragma unroll
       for (int m = 0; m < kAtOnce; ++m)
-        random.words(random.of_query(batch, head, first + part % kParts * kStatsRows + 8 * (n + m) + 2 * quarter + odd), group,
-                     words[m]);
+        random.words(
+            random.of_query(batch, head, first + query_group % kQueryGroups * kStatsRows + 8 * (n + m) + 2 * quarter + odd),
+            group, words[m]);
 #pragma unroll
       for (int m = 0; m < kAtOnce; ++m)
 #pragma unroll
@@ -347,11 +349,11 @@ __device__ void BackwardSm90Kernel<T, Config>::generate_dropout(const BackwardSm
       const unsigned other = __shfl_xor_sync(~0u, upper ? four[i] : four[2 + i], 1);
       two[i] = upper ? other | four[2 + i] << 8 : four[i] | other << 8;
     }
-    unsigned (&words)[kWarpSize] = dropout_bits(a, shared, stage).word[part % kParts][lane % 16 / 2];
+    unsigned (&words)[kWarpSize] = dropout_bits(a, shared, stage).word[query_group % kQueryGroups][lane % 16 / 2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) words[(4 * odd + 2 * upper + i) * 4 + quarter] = two[i];
     __syncwarp();
-    if (lane == 0 && part % kParts == kParts - 1) arrive(&shared.mask.dropout_full[stage]);
+    if (lane == 0 && query_group % kQueryGroups == kQueryGroups - 1) arrive(&shared.mask.dropout_full[stage]);
   }
 }
 
@@ -362,7 +364,7 @@ __device__ void BackwardSm90Kernel<T, Config>::generate_dropout(const BackwardSm
 // a semaphore each, for their columns.
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::order_dq_adds(const BackwardSm90Arguments& a, Shared& shared,
-                                                             const WorkTile& tile, int& count) {
+                                                             const BackwardWorkTile& tile, int& count) {
   for (int head = tile.first_head; head < tile.first_head + tile.q_heads_per_kv_grad_head; ++head) {
     int* semaphore = a.dq_semaphore + rank() * a.space.list.count() +
                      first_row_block(a.problem, a.space.list, tile.batch, head) + tile.begin * (kQueries / kStatsRows);
@@ -384,7 +386,7 @@ __device__ void BackwardSm90Kernel<T, Config>::order_dq_adds_of_all_tiles(const 
   int count = 0;
   for (int tile_count = 0;; ++tile_count) {
     wait(&shared.key_full[tile_count % kKeyBuffers], tile_count / kKeyBuffers % 2);
-    const WorkTile& tile = shared.tile[tile_count % 2];
+    const BackwardWorkTile& tile = shared.tile[tile_count % 2];
     if (tile.begin < 0) return;
     const int first = count;
     order_dq_adds(a, shared, tile, count);

@@ -20,7 +20,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
                                                                                                      ScoreAccumulator& dp,
                                                                                                      PackedScores& weight) {
   const AttentionProblem& problem = a.problem;
-  const WorkTile& tile = this->tile();
+  const BackwardWorkTile& tile = this->tile();
   const int now = block_count % 2;
   const QueryBlock& block = query_block();
   Stage& stage = shared.stage[now];
@@ -71,7 +71,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
   recompute_warp_index();
   subtract_delta(now, dp);
   const ScoreMod score_mod = a.score_mod.of_head(problem, tile.batch, block.head);
-  if (score_mod.has_score_mod) apply_score_mod<true>(score, score_row(), score_mod, here(), tile.visible, &dp);
+  if (score_mod.has_score_mod) apply_score_mod<true>(score, score_row(), score_mod, here(), tile.visible, TimesDerivative{dp});
   if (masked)
     mask_scores<true>(score, score_row(), mask.dtype, score_mod.lowest_score, mask_tile, [&] {
       float least = INFINITY;

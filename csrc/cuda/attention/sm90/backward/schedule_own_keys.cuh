@@ -250,7 +250,7 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::si
   return more;
 }
 
-// Passes over a block in which the mask hides all from this warpgroup: it makes its piece of the block before's dQ all the
+// Passes over a block in which the mask hides all from this warpgroup: it makes its chunk of the block before's dQ all the
 // same.
 template <class T, class Config>
 template <bool kFirst>

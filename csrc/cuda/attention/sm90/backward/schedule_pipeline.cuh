@@ -118,7 +118,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     while (weights_and_dv_block(stage(), score)) continue;
   }
   meet(kEnd);  // all are done with the queries in shared memory
-  is_part() ? store_part(dv, kClusterKeys * kHeadDim) : store_dv();
+  is_part() ? store_partial(dv, kClusterKeys * kHeadDim) : store_dv();
 }
 
 // ---- the second warpgroup: dS and dK
@@ -197,7 +197,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
   wait(&shared.ds_empty[block_count % kDsBuffers], block_count / kDsBuffers % 2 ^ 1);
   release(&shared.ds_full[block_count % kDsBuffers]);
   meet(kEnd);
-  is_part() ? store_part(dk, 0) : store_dk();
+  is_part() ? store_partial(dk, 0) : store_dk();
   // The other CTA still reads the dS that this one sent, and arrives here: its last arrivals must find this CTA running.
   wait_for_last_dq();
 }
@@ -233,24 +233,24 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     ++block_count;
     recompute_warp_index();
     DqAccumulator dq;
-    start_shared_dq_piece(dq, buffer, 0);
+    start_shared_dq_chunk(dq, buffer, 0);
 #pragma unroll
-    for (int piece = 0; piece < kDqPieces; ++piece) {
+    for (int chunk = 0; chunk < kDqChunks; ++chunk) {
       wgmma_wait<0>();
       fence_registers(dq);
-      if (piece == kDqPieces - 1) release_in_cluster(&shared.ds_empty[buffer]);
+      if (chunk == kDqChunks - 1) release_in_cluster(&shared.ds_empty[buffer]);
       if (a.dq_semaphore) {
-        add_dq(to, dq, (block_count - 1) % 2, piece);
-        if (piece < kDqPieces - 1) start_shared_dq_piece(dq, buffer, piece + 1);
+        add_dq(to, dq, (block_count - 1) % 2, chunk);
+        if (chunk < kDqChunks - 1) start_shared_dq_chunk(dq, buffer, chunk + 1);
       } else {
-        stage_dq(dq, piece);
+        stage_dq(dq, chunk);
         DqAccumulator last;
         keep_last_dq(last, dq);
         // The registers are free: the next product overlaps the fence.
-        if (piece < kDqPieces - 1) start_shared_dq_piece(dq, buffer, piece + 1);
+        if (chunk < kDqChunks - 1) start_shared_dq_chunk(dq, buffer, chunk + 1);
         publish();
-        send_dq(to, piece);
-        add_last_dq(to, last, piece);  // after the fence, which would wait for these additions
+        send_dq(to, chunk);
+        add_last_dq(to, last, chunk);  // after the fence, which would wait for these additions
       }
     }
   }

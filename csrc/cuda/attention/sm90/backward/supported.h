@@ -28,11 +28,12 @@ inline const char* backward_sm90_refusal(const AttentionProblem& p, const Gpu& g
   const int64_t queries = p.query_starts ? p.total_queries : p.queries, keys = p.query_starts ? p.total_keys : p.keys;
   if (gpu.major != 9) return "the GPU's compute capability is not 9.0";
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "the dtype is not float16 or bfloat16";
-  if (deterministic && p.mask.data) return "deterministic with a mask: blocks that it hides have no turn";
+  if (deterministic && p.mask.data) return "deterministic mode with a mask: hidden blocks break the order of dQ additions";
   if (std::max(p.head_dim, p.head_dim_v) > kMaxOptionsHeadDimBackwardSm90) {
     if (p.dropout != 0) return "dropout with a head dim over 128";
     if (p.mask.data && p.mask_dtype != DType::kBool) return "a float mask with a head dim over 128";
-    if (p.alibi_slopes && p.softcap != 0) return "ALiBi and a softcap with a head dim over 128";
+    if (score_mods(p) == (kSoftcap | kAlibi)) return "ALiBi and a softcap with a head dim over 128";
+    if (score_mods(p) & ~(kSoftcap | kAlibi)) return "a score modification other than a softcap or ALiBi";
     if (p.alibi_slopes && p.scale < 1e-6) return "ALiBi and a scale under 1e-6 with a head dim over 128";
     if (!(static_cast<float>(p.scale) > 0 && p.scale < 1e29)) return "a scale that is not positive with a head dim over 128";
   }

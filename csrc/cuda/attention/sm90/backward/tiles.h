@@ -6,7 +6,7 @@ namespace flash_online::cuda {
 
 inline constexpr int kMaxLengthBackwardSm90 = 1 << 28;  // of the queries and of the keys, that the kernels take
 
-// Features besides plain attention.
+// Features in addition to plain attention.
 enum class BackwardSm90Features {
   kPlain,
   // A bool mask, a 16-bit mask of the queries' dtype, ALiBi. In the pipeline: a bool mask, with ALiBi or a softcap.
@@ -31,7 +31,7 @@ struct BackwardSm90Tile {
   // A CTA takes one work tile after another. The epilogue of a tile overlaps the loads of the next tile.
   bool persistent = false;
 
-  // For the pipeline: of the 16 x 8 tiles in a piece of dQ, the number added from registers and not by bulk reductions.
+  // For the pipeline: of the 16 x 8 tiles in a chunk of dQ, the number added from registers and not by bulk reductions.
   int dq_register_tiles = 0;
 
   int math_registers, producer_registers;  // per thread

@@ -41,11 +41,11 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   }
   __device__ __forceinline__ int warpgroup() const { return warp / 4; }
   __device__ __forceinline__ int lane() const { return static_cast<unsigned>(thread) % kWarpSize; }
-  // This warp among the kDqWarps that have parts of the same scores, or of dQ.
+  // This warp among the kDqWarps that share the same scores, or dQ.
   __device__ __forceinline__ int row_warp() const { return kPipelined ? warp % 4 : warp; }
   __device__ __forceinline__ int score_row() const { return row_warp() * kWarpKeys; }
 
-  __device__ __forceinline__ const WorkTile& tile() const { return shared.tile[kPersistent ? tile_count % 2 : 0]; }
+  __device__ __forceinline__ const BackwardWorkTile& tile() const { return shared.tile[kPersistent ? tile_count % 2 : 0]; }
   __device__ __forceinline__ KeyTile& key_tile() const { return shared.key[tile_count % kKeyBuffers]; }
   // The current block, or the one `offset` after it.
   __device__ __forceinline__ const QueryBlock& query_block(int offset = 0) const {
@@ -171,16 +171,17 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void start_grads(GradAccumulator<kColumns>& d, const PackedScores& left,
                                               const TmaTile<kCount, kQueries>& right, unsigned shift = 0) {
     // In a kernel of four warpgroups ptxas has no registers for one product of 256 columns.
-    constexpr int kParts = kColumns > 192 ? 2 : 1, kPart = kColumns / kParts;
+    constexpr int kChunks = kColumns > 192 ? 2 : 1, kChunkColumns = kColumns / kChunks;
     wgmma_fence();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
       const uint64_t columns =
-          mn_major_descriptor(shared_address(right.box[part * (kPart / kBoxColumns)]) + shift, kQueries * kRowBytes);
+          mn_major_descriptor(shared_address(right.box[chunk * (kChunkColumns / kBoxColumns)]) + shift, kQueries * kRowBytes);
 #pragma unroll
       for (int step = 0; step < kQuerySteps; ++step)
-        Wgmma<T, kPart>::template rs<true>(reinterpret_cast<float (&)[kPart / 2]>(d[0][part * (kPart / 8)]), left[step],
-                                           offset_descriptor(columns, step * 16 * kRowBytes), true);
+        Wgmma<T, kChunkColumns>::template rs<true>(
+            reinterpret_cast<float (&)[kChunkColumns / 2]>(d[0][chunk * (kChunkColumns / 8)]), left[step],
+            offset_descriptor(columns, step * 16 * kRowBytes), true);
     }
     wgmma_commit();
   }
@@ -188,19 +189,19 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   // ---- dQ (dq.cuh)
 
   __device__ __forceinline__ void start_dq(DqAccumulator& d, int buffer);
-  __device__ __forceinline__ void start_shared_dq_piece(DqAccumulator& d, int buffer, int piece);
+  __device__ __forceinline__ void start_shared_dq_chunk(DqAccumulator& d, int buffer, int chunk);
   __device__ __forceinline__ float* dq_accum_of(const QueryBlock& block) const;
-  // The first of a piece's boxes of columns, where the pipeline makes it.
-  __device__ __forceinline__ static int dq_box(int piece) { return rank() * (kBoxes - kDqPieces) + piece; }
+  // The first of a chunk's boxes of columns, where the pipeline makes it.
+  __device__ __forceinline__ static int dq_box(int chunk) { return rank() * (kBoxes - kDqChunks) + chunk; }
   __device__ __forceinline__ int dq_tiles() const;
-  __device__ __forceinline__ int dq_tile(int piece, int n) const;
+  __device__ __forceinline__ int dq_tile(int chunk, int n) const;
   template <int kFirst>
-  __device__ __forceinline__ void add_dq_tiles(float* to, const DqAccumulator& d, int piece) const;
-  __device__ __forceinline__ void add_dq(float* to, const DqAccumulator& d, int buffer, int piece = 0);
-  __device__ __forceinline__ void stage_dq(const DqAccumulator& d, int piece = 0);
-  __device__ __forceinline__ void send_dq(float* to, int piece = 0);
+  __device__ __forceinline__ void add_dq_tiles(float* to, const DqAccumulator& d, int chunk) const;
+  __device__ __forceinline__ void add_dq(float* to, const DqAccumulator& d, int buffer, int chunk = 0);
+  __device__ __forceinline__ void stage_dq(const DqAccumulator& d, int chunk = 0);
+  __device__ __forceinline__ void send_dq(float* to, int chunk = 0);
   __device__ __forceinline__ static void keep_last_dq(DqAccumulator& to, const DqAccumulator& from);
-  __device__ __forceinline__ void add_last_dq(float* to, const DqAccumulator& d, int piece = 0);
+  __device__ __forceinline__ void add_last_dq(float* to, const DqAccumulator& d, int chunk = 0);
 
   // ---- row statistics
 
@@ -269,7 +270,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     meet(meeting);
   }
   __device__ __forceinline__ void clear_key_tail() {
-    const WorkTile& tile = this->tile();
+    const BackwardWorkTile& tile = this->tile();
     const int cluster_key = tile.key - rank() * kKeys;
     if (a.problem.query_starts && cluster_key + kClusterKeys > tile.keys) {
       wait_for_keys();
@@ -286,7 +287,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   }
   // The condition is has_query_tail(), but with it the loops of head dims up to 128 take 2 to 5 % more clocks (`make sass`).
   __device__ __forceinline__ void clear_query_tail(int stage) {
-    const WorkTile& tile = this->tile();
+    const BackwardWorkTile& tile = this->tile();
     const int query = query_block().query;
     if (a.problem.query_starts && query + kQueries > tile.queries) {
       wait_for_grad_out();
@@ -327,16 +328,16 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void add_alibi(ScoreAccumulator& score) const {
     if (a.problem.alibi_slopes) {
       const QueryBlock& block = query_block();
-      const WorkTile& tile = this->tile();
+      const BackwardWorkTile& tile = this->tile();
       const float distance =
           static_cast<float>(block.query + lane() % 4 * 2 + tile.offset - tile.key - score_row() - lane() / 4);
-      const float slope = block.slope;
+      const Alibi<float> alibi{block.slope};
 #pragma unroll
       for (int j = 0; j < kQueries / 8; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = score[0][j][e];
-          x = fmaf(-slope, fabsf(distance + static_cast<float>(8 * j + e % 2 - e / 2 * 8)), x);
+          x = alibi(x, fabsf(distance + static_cast<float>(8 * j + e % 2 - e / 2 * 8))).value;
         }
     }
   }
@@ -361,7 +362,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
 
   // Does what hide_scores<true> does, in fewer registers.
   __device__ __forceinline__ void apply_visibility(ScoreAccumulator& score, int query) const {
-    const WorkTile& tile = this->tile();
+    const BackwardWorkTile& tile = this->tile();
     const int first = query + lane() % 4 * 2, queries_left = tile.queries - first;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -432,7 +433,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     exp_each(score, weight, [](float x) { return x; });
   }
 
-  // Under a softcap: scores in units of it, so within 1 of 0.
+  // The tangent of Softcap (score_mod.cuh), by one exponential: scores in units of the cap.
   __device__ __forceinline__ void apply_softcap(ScoreAccumulator& score) const {
     const float to_exponent = 2 * kLog2E * a.score_mod.scale;
 #pragma unroll
@@ -525,8 +526,8 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     fence_registers(flat(dv));
     if constexpr (!kPersistent) sync_named(kAllMathBarrier, kMathThreads);  // all are done with the queries in shared memory
     if (is_part()) [[unlikely]] {
-      store_part(dk, 0);
-      store_part(dv, kKeys * kHeadDim);
+      store_partial(dk, 0);
+      store_partial(dv, kKeys * kHeadDim);
       return;
     }
     if constexpr (kPersistent)
@@ -536,7 +537,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   }
   __device__ __forceinline__ bool is_part() const { return kCutsTiles && tile().slot >= 0; }
   // This warp's staging rows for box `box` of dK or dV, in a persistent kernel. They overlay dS, which is no longer needed, and
-  // dq_staging, in parts that no other warp writes: only this warp has to wait until TMA has read them before it writes again.
+  // dq_staging, in memory that no other warp writes: only this warp has to wait until TMA has read them before it writes again.
   __device__ __forceinline__ T* outgoing_rows(bool is_key, int box) {
     if constexpr (kQueryBoxes == 2) return shared.ds[0].box[is_key ? 1 : 0][score_row()];
     return is_key ? shared.ds[box].box[0][score_row()]
@@ -563,7 +564,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     stage_grad<kHeadDim>(dk, static_cast<float>(a.problem.scale), true);
     publish();
     if (lane() == 0) {
-      const WorkTile& tile = this->tile();
+      const BackwardWorkTile& tile = this->tile();
       const int row = tile.first_key + score_row();
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box)
@@ -576,15 +577,16 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   }
   // Leaves the sums of a part of a work tile to convert_dq_accum. `first`: of the matrix in the part's slot.
   template <int kCount>
-  __device__ __forceinline__ void store_part(const Accumulator<1, kCount>& d, int first) const {
-    float4* const to = reinterpret_cast<float4*>(a.kv_grad_parts.data + tile().slot * a.kv_grad_parts.slot_size() + first) +
-                       ((4 * rank() + row_warp()) * kCount * kWarpSize + lane());
+  __device__ __forceinline__ void store_partial(const Accumulator<1, kCount>& d, int first) const {
+    float4* const to =
+        reinterpret_cast<float4*>(a.kv_grad_partials.data + tile().slot * a.kv_grad_partials.slot_size() + first) +
+        ((4 * rank() + row_warp()) * kCount * kWarpSize + lane());
 #pragma unroll
     for (int j = 0; j < kCount; ++j) to[j * kWarpSize] = make_float4(d[0][j][0], d[0][j][1], d[0][j][2], d[0][j][3]);
   }
   template <int kCount>
   __device__ __forceinline__ void store_grad(Accumulator<1, kCount>& d, float scale, const MutableView4& view, int64_t width) {
-    const WorkTile& tile = this->tile();
+    const BackwardWorkTile& tile = this->tile();
     const int rows = tile.last_key - tile.key, columns = static_cast<int>(width);
     T* const to = static_cast<T*>(view.data) + tile.batch * view.stride[0] + tile.kv_grad_head * view.stride[1] +
                   tile.first_key * view.stride[2];
@@ -593,7 +595,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     } else {
 #pragma unroll
       for (float& x : flat(d)) x *= scale;
-      // Staged where queries and grad_out were; each warpgroup of the pipeline has a part of that memory.
+      // Staged where queries and grad_out were; each warpgroup of the pipeline has its own range of that memory.
       char* const tile_at = reinterpret_cast<char*>(&shared.stage) + (kPipelined ? warpgroup() * OutTile::bytes(kKeys) : 0);
       store_rows<T>(d, OutTile{reinterpret_cast<T*>(tile_at)}, 0, score_row(), to, view.stride[2], view.stride[3], rows,
                     columns);

@@ -91,7 +91,7 @@ struct CachedSm90Arguments : ForwardSm90Arguments {
 };
 
 // And one in which shares of CTAs cut the keys of tiles.
-struct SplitSm90Arguments : CachedSm90Arguments {
+struct KvSplitSm90Arguments : CachedSm90Arguments {
   LineOfTiles line;
 };
 
@@ -100,14 +100,14 @@ template <class T, class Variant>
 struct ForwardSm90Kernel {
   static constexpr ForwardSm90Tile kTile = Variant::kTile;
   static constexpr bool kHasOptions = Variant::kHasOptions, kFloatMask = Variant::kFloatMask, kPacked = Variant::kPacked,
-                        kCached = Variant::kCached, kSplit = Variant::kSplit;
-  using Arguments =
-      std::conditional_t<kSplit, SplitSm90Arguments, std::conditional_t<kCached, CachedSm90Arguments, ForwardSm90Arguments>>;
-  static_assert(!kSplit || (kCached && !kHasOptions));
+                        kCached = Variant::kCached, kKvSplit = Variant::kKvSplit;
+  using Arguments = std::conditional_t<kKvSplit, KvSplitSm90Arguments,
+                                       std::conditional_t<kCached, CachedSm90Arguments, ForwardSm90Arguments>>;
+  static_assert(!kKvSplit || (kCached && !kHasOptions));
   static constexpr bool kMasked = kHasOptions && !kPacked;  // there may be a mask, and then a mask map
   static constexpr bool kHasDropout = kTile.dropout_warps > 0;
-  static constexpr bool kSplitValues = kTile.split_values;
-  static_assert(!kSplitValues || (!kHasOptions && !kPacked));
+  static constexpr bool kVByColumns = kTile.v_by_columns;
+  static_assert(!kVByColumns || (!kHasOptions && !kPacked));
 
   // Tile shapes.
   static constexpr int kRowBlocks = kTile.row_blocks();  // of queries, in a work tile: one per math warpgroup, or one for all
@@ -125,14 +125,14 @@ struct ForwardSm90Kernel {
 
   // Pipelines.
   static constexpr int kStages = kTile.stages, kQueryStages = kTile.query_stages;
-  static constexpr int kKeyParts = kTile.key_parts(), kKeyStages = kTile.key_stages();
-  static constexpr int kBoxesPerKeyStage = kHeadDimBoxes / kKeyParts;
+  static constexpr int kKeyStagesPerBlock = kTile.key_stages_per_block(), kKeyStages = kTile.key_stages();
+  static constexpr int kBoxesPerKeyStage = kHeadDimBoxes / kKeyStagesPerBlock;
   static constexpr int kWorkTiles = 4;  // that the scheduler warp is ahead at most
   // While a warpgroup holds a stage of values, it may pass over as many blocks of other warpgroups as there are other stages.
   static constexpr int kMaxSkips = kMasked ? kStages - 1 : 0;
   // If tiles are claimed from a counter: the next tile is claimed when the first warpgroup is this many blocks before its last.
   static constexpr int kClaimAhead = 4;
-  static_assert(kHeadDimBoxes % kKeyParts == 0 && kHeadDimSteps % kKeyParts == 0);
+  static_assert(kHeadDimBoxes % kKeyStagesPerBlock == 0 && kHeadDimSteps % kKeyStagesPerBlock == 0);
   static_assert(!kHasOptions || kKeyStages == kStages);  // one PipelineState serves both
 
   struct alignas(kBoxAlignment) QueryBuffer {
@@ -156,17 +156,17 @@ struct ForwardSm90Kernel {
 
   // The bits of dropout come with the keys: one bit per key of each query, which is set where the weight is kept. Several warps
   // share the keys of a block.
-  static constexpr int kDropoutParts = std::max(kTile.dropout_warps / 2, 1), kDropoutKeys = kKeys / kDropoutParts;
+  static constexpr int kDropoutKeyWarps = std::max(kTile.dropout_warps / 2, 1), kDropoutKeys = kKeys / kDropoutKeyWarps;
   struct DropoutBits {
-    alignas(8) std::conditional_t<kDropoutKeys == 16, uint16_t, unsigned> keep[kStages][kTile.queries()][kDropoutParts];
+    alignas(8) std::conditional_t<kDropoutKeys == 16, uint16_t, unsigned> keep[kStages][kTile.queries()][kDropoutKeyWarps];
   };
 
   struct Empty {};
   struct Nothing {};  // a second type: two members of type Empty could not share an address
-  struct NoPart {};
+  struct NoPartial {};
 
   using TileListOfVariant = std::conditional_t<kCached, CachedTileList, VarlenTileList>;
-  using VarlenScheduler = std::conditional_t<kSplit, LineScheduler, VarlenTileScheduler<kTile.queries(), TileListOfVariant>>;
+  using VarlenScheduler = std::conditional_t<kKvSplit, LineScheduler, VarlenTileScheduler<kTile.queries(), TileListOfVariant>>;
   using Scheduler = std::conditional_t<kPacked, VarlenScheduler, TileScheduler>;
   struct VarlenShared {
     uint64_t value_loaded[kStages];  // barriers of values before their tail is cleared
@@ -193,12 +193,12 @@ struct ForwardSm90Kernel {
     int begin, end;  // keys outside of these no query of the sequence sees: nothing of them may be read
   };
   // A CTA's work at a time. Ranges of keys count blocks.
-  struct WorkTile {
+  struct ForwardWorkTile {
     int batch, head, first_query;  // packed: batch is the sequence, first_query counts within it; batch -1: no more tiles
     [[no_unique_address]] std::conditional_t<kPacked, PackedSequence, Empty> sequence;
     [[no_unique_address]] std::conditional_t<kCached, SeenKeys, Nothing> seen;
-    // Split: where the partial results of the tile's rows go; null: they are final.
-    [[no_unique_address]] std::conditional_t<kSplit, float*, NoPart> part;
+    // kKvSplit: where the partial results of the tile's rows go; null: they are final.
+    [[no_unique_address]] std::conditional_t<kKvSplit, float*, NoPartial> partial;
     int band_begin, band_end;  // band_of the first query, in keys
     int begin, end;  // blocks that any query sees
     struct {
@@ -216,7 +216,7 @@ struct ForwardSm90Kernel {
     [[no_unique_address]] std::conditional_t<kFloatMask, MaskBuffers, Empty> mask;
     [[no_unique_address]] std::conditional_t<kTile.staged_out, OutBuffer, Empty> out;
     [[no_unique_address]] std::conditional_t<kHasDropout, DropoutBits, Empty> dropout;
-    WorkTile tile[kWorkTiles];
+    ForwardWorkTile tile[kWorkTiles];
     uint64_t tile_full[kWorkTiles], tile_empty[kWorkTiles];
     uint64_t query_full[kQueryStages], query_empty[kQueryStages];
     uint64_t key_full[kKeyStages], key_empty[kKeyStages], value_full[kStages], value_empty[kStages];
@@ -235,7 +235,7 @@ struct ForwardSm90Kernel {
     if constexpr (kCached) return row >> a.cached.group_shift;
     return row;
   }
-  __device__ __forceinline__ static int first_head(const Arguments& a, const WorkTile& tile) {
+  __device__ __forceinline__ static int first_head(const Arguments& a, const ForwardWorkTile& tile) {
     if constexpr (kCached) return tile.head << a.cached.group_shift;
     return tile.head;
   }
@@ -243,7 +243,7 @@ struct ForwardSm90Kernel {
   __device__ __forceinline__ static int head_in_group(const Arguments& a, int row) {
     return row & ((1 << a.cached.group_shift) - 1);
   }
-  __device__ __forceinline__ static int head_of_row(const Arguments& a, const WorkTile& tile, int row) {
+  __device__ __forceinline__ static int head_of_row(const Arguments& a, const ForwardWorkTile& tile, int row) {
     if constexpr (kCached) return first_head(a, tile) + head_in_group(a, row);
     return tile.head;
   }
@@ -252,24 +252,24 @@ struct ForwardSm90Kernel {
   __device__ __forceinline__ static TmaCoord cached_row_at(int box, int head, int query, int batch) {
     return {box * kBoxColumns, head, query, batch};
   }
-  __device__ __forceinline__ static int out_batch(const Arguments& a, const WorkTile& tile) {
+  __device__ __forceinline__ static int out_batch(const Arguments& a, const ForwardWorkTile& tile) {
     return a.cached.problem.query_starts ? 0 : tile.batch;
   }
 
   // The sequence's first rows and sizes: from the tile if packed; 0 and from the arguments if dense.
-  __device__ __forceinline__ static int query_begin(const WorkTile& tile) {
+  __device__ __forceinline__ static int query_begin(const ForwardWorkTile& tile) {
     if constexpr (kPacked) return tile.sequence.query_begin;
     return 0;
   }
-  __device__ __forceinline__ static int key_begin(const WorkTile& tile) {
+  __device__ __forceinline__ static int key_begin(const ForwardWorkTile& tile) {
     if constexpr (kPacked) return tile.sequence.key_begin;
     return 0;
   }
-  __device__ __forceinline__ static int queries(const Arguments& a, const WorkTile& tile) {
+  __device__ __forceinline__ static int queries(const Arguments& a, const ForwardWorkTile& tile) {
     if constexpr (kPacked) return tile.sequence.queries;
     return a.queries;
   }
-  __device__ __forceinline__ static int keys(const Arguments& a, const WorkTile& tile) {
+  __device__ __forceinline__ static int keys(const Arguments& a, const ForwardWorkTile& tile) {
     if constexpr (kPacked) return tile.sequence.keys;
     return a.keys;
   }
@@ -279,7 +279,7 @@ struct ForwardSm90Kernel {
   }
 
   // The first block from `block` on that is loaded; `end` if there is none.
-  __device__ static int next_loaded_block(const WorkTile& tile, int block, int end) {
+  __device__ static int next_loaded_block(const ForwardWorkTile& tile, int block, int end) {
     if constexpr (kMasked) {
 #pragma unroll 1
       while (block < end) {
@@ -309,12 +309,12 @@ struct ForwardSm90Kernel {
   __device__ static void generate_dropout(const Arguments& a, Shared& shared, int warp, int lane);
   struct MathWarpgroup;
 
-  // Parts of the above.
+  // Functions of the above.
   __device__ __forceinline__ static Scheduler make_scheduler(const Arguments& a, Shared& shared);
-  __device__ __forceinline__ static void set_sequence(WorkTile& tile, const PackedSequence& sequence,
+  __device__ __forceinline__ static void set_sequence(ForwardWorkTile& tile, const PackedSequence& sequence,
                                                       const Visibility& visible);
   __device__ __forceinline__ static void clear_rows(const Arguments& a, const Rows& rows, int lane);
-  __device__ static void make_mask_map(const Arguments& a, WorkTile& tile, int lane);
+  __device__ static void make_mask_map(const Arguments& a, ForwardWorkTile& tile, int lane);
   __device__ __forceinline__ static void load_value_block(const Arguments& a, ValueBuffer& buffer, int row, int head, int batch,
                                                           uint64_t* barrier);
 };

@@ -14,7 +14,7 @@
 #include "../../../hw/vector.cuh"
 #include "../../../hw/wgmma.cuh"
 #include "../../../mma/fragments.cuh"
-#include "../../common/score_levels.cuh"
+#include "../../large_rows/score_levels.cuh"
 #include "config.cuh"
 
 namespace flash_online::cuda {
@@ -25,17 +25,17 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   // Lazy rescale: the maximum of a row is updated only where a thread's weights of a block sum to more than this. In float16 a
   // weight must stay below 65504, and sums of rows and products in float32 must not overflow.
   static constexpr float kMaxWeightSum = std::is_same_v<T, __half> ? 0x1p15f : 0x1p24f;
-  // With split values: weights reach 2^this before the maximum is updated.
+  // With kVByColumns: weights reach 2^this before the maximum is updated.
   static constexpr float kRescaleThreshold = 8;
-  // A block has kParts parts, each of which may move a row's maximum.
-  static constexpr int kParts = kKeys / kTile.part_keys(), kPartRegisters = kScoreRegisters / kParts,
-                       kPartSteps = kKeySteps / kParts;
-  static_assert(kParts == 1 || (!kSplitValues && !kHasOptions));
+  // A block has kSubBlocks sub-blocks of keys, each of which may move a row's maximum.
+  static constexpr int kSubBlocks = kKeys / kTile.sub_block_keys(), kSubBlockRegisters = kScoreRegisters / kSubBlocks,
+                       kSubBlockSteps = kKeySteps / kSubBlocks;
+  static_assert(kSubBlocks == 1 || (!kVByColumns && !kHasOptions));
 
   const Arguments& a;
   Shared& shared;
-  int row_block;  // which 64 queries of the tile: the index of the warpgroup, or 0 with split values
-  int column_part;  // which columns of the values: 0, or with split values the index of the warpgroup
+  int row_block;  // which 64 queries of the tile: the index of the warpgroup, or 0 with kVByColumns
+  int v_columns;  // which columns of the values: 0, or with kVByColumns the index of the warpgroup
   int warp, lane;
   PipelineState<kWorkTiles> next_tile;
   PipelineState<kQueryStages> query;
@@ -73,10 +73,10 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   // ---- synchronisation
 
   __device__ __forceinline__ void ping_pong_enter() {
-    if constexpr (kTile.ping_pong) sync_named(kPingPongBarrier + row_block + column_part, 256);
+    if constexpr (kTile.ping_pong) sync_named(kPingPongBarrier + row_block + v_columns, 256);
   }
   __device__ __forceinline__ void ping_pong_leave() {
-    if constexpr (kTile.ping_pong) arrive_named(kPingPongBarrier + (row_block + column_part + 1) % kTile.warpgroups, 256);
+    if constexpr (kTile.ping_pong) arrive_named(kPingPongBarrier + (row_block + v_columns + 1) % kTile.warpgroups, 256);
   }
   __device__ __forceinline__ void release(uint64_t* barrier) {
     if (lane == 0) arrive(barrier);
@@ -138,7 +138,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     return kHasOptions ? offset_descriptor(descriptor, bytes) : descriptor + bytes / kDescriptorStep;
   }
 
-  // S = Q K^T. Where keys come in two parts, the product of the first one is finished here, and its stage released.
+  // S = Q K^T. Where a block of keys takes two stages, the product of the first one is finished here, and it is released.
   __device__ __forceinline__ void issue_qk() {
     uint64_t keys = k_major_descriptor(shared_address(shared.key[key.stage].box));
     wgmma_fence();
@@ -149,35 +149,35 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
             score, query_fragment[step], advance_descriptor(keys, step / 4 * kKeys * kBoxRowBytes + step % 4 * 32), step > 0);
     } else {
       uint64_t queries = k_major_descriptor(shared_address(shared.query[query.stage].box));
-      if constexpr (kSplitValues) queries = opaque(queries);
-      constexpr int kPartSteps = kHeadDimSteps / kKeyParts;
+      if constexpr (kVByColumns) queries = opaque(queries);
+      constexpr int kStageSteps = kHeadDimSteps / kKeyStagesPerBlock;
 #pragma unroll
       for (int step = 0; step < kHeadDimSteps; ++step) {
-        if (step > 0 && step % kPartSteps == 0) {
+        if (step > 0 && step % kStageSteps == 0) {
           wgmma_commit();
-          PipelineState<kKeyStages> next_part = key;
-          next_part.advance();
-          wait(&shared.key_full[next_part.stage], next_part.parity);
-          keys = k_major_descriptor(shared_address(shared.key[next_part.stage].box));
+          PipelineState<kKeyStages> next_stage = key;
+          next_stage.advance();
+          wait(&shared.key_full[next_stage.stage], next_stage.parity);
+          keys = k_major_descriptor(shared_address(shared.key[next_stage.stage].box));
           wgmma_fence();
         }
         Wgmma<T, kKeys>::template ss<false>(
             score, advance_descriptor(queries, step / 4 * kRowsPerWarpgroup * kBoxRowBytes + step % 4 * 32),
-            advance_descriptor(keys, step % kPartSteps / 4 * kKeys * kBoxRowBytes + step % 4 * 32), step > 0);
+            advance_descriptor(keys, step % kStageSteps / 4 * kKeys * kBoxRowBytes + step % 4 * 32), step > 0);
       }
     }
     wgmma_commit();
-    if constexpr (kKeyParts == 2) {
+    if constexpr (kKeyStagesPerBlock == 2) {
       wgmma_wait<1>();
       release_key();
     }
   }
 
-  // O += P V, or the part of it that belongs to the 16 * steps keys from first_step on.
+  // O += P V, or what of it belongs to the 16 * steps keys from first_step on.
   __device__ __forceinline__ void issue_pv(int first_step = 0, int steps = kKeySteps) {
-    const unsigned first_box = shared_address(shared.value[value.stage].box[column_part * kOutColumns / kBoxColumns]);
+    const unsigned first_box = shared_address(shared.value[value.stage].box[v_columns * kOutColumns / kBoxColumns]);
     uint64_t values = mn_major_descriptor(first_box, kKeys * kBoxRowBytes);
-    if constexpr (kSplitValues) values = opaque(values);
+    if constexpr (kVByColumns) values = opaque(values);
     wgmma_fence();
 #pragma unroll
     for (int step = first_step; step < first_step + steps; ++step) {
@@ -234,7 +234,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     wait(&shared.tile_full[next_tile.stage], next_tile.parity);
     tile_stage = next_tile.stage;
     next_tile.advance();
-    const WorkTile& tile = shared.tile[tile_stage];
+    const ForwardWorkTile& tile = shared.tile[tile_stage];
     if constexpr (!kMasked) skipped = skipped_after;
     if (tile.batch < 0) return false;
     if constexpr (kMasked) {
@@ -279,6 +279,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 
   // ---- from products to scores: score modification, mask, visibility
 
+  // Softcap of score_mod.cuh, its tangent by a polynomial or by one exponential.
   __device__ __forceinline__ void apply_softcap() {
     constexpr bool kHasPolynomial = kTile.head_dim <= 128;  // beyond, there are too few registers for two ways
     float squares = 0;
@@ -289,7 +290,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
       for (int i = 0; i < kScoreRegisters; ++i) score[i] *= polynomial(a.scores.softcap_term, score[i] * score[i]);
     } else if (kHasPolynomial && a.scores.small_squares > 0) {
       // A score with a small square gets the same polynomial, or its result would depend on other rows: no square exceeds the
-      // rounded sum that it is part of.
+      // rounded sum that it enters.
 #pragma unroll
       for (int i = 0; i < kScoreRegisters; ++i) {
         const float square = score[i] * score[i];
@@ -304,14 +305,15 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     }
   }
   __device__ __forceinline__ void apply_alibi() {
-    const WorkTile& tile = shared.tile[tile_stage];
+    const ForwardWorkTile& tile = shared.tile[tile_stage];
     const int row = tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4;
     int offset = static_cast<int>(a.visible.offset);
     if constexpr (kPacked) offset = tile.sequence.offset;
     const float distance = static_cast<float>(row + offset - block * kKeys - lane % 4 * 2);
+    const Alibi<float> alibi{tile.slope};
 #pragma unroll
     for (int i = 0; i < kScoreRegisters; ++i)
-      score[i] = fmaf(-tile.slope, fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), score[i]);
+      score[i] = alibi(score[i], fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2))).value;
   }
   // After it scores are in units of a.scores.scale.
   __device__ __forceinline__ void apply_score_mod() {
@@ -436,12 +438,12 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   }
   static constexpr unsigned dropout_bit(int i) { return 1u << (i / 4 % 4 * 8 + i / 16 * 4 + i % 4); }
 
-  // The largest score of a row in a part of the block.
-  __device__ __forceinline__ float max_of_row(int part, int r) const {
-    const int first = part * kPartRegisters;
+  // The largest score of a row in a sub-block.
+  __device__ __forceinline__ float max_of_row(int sub_block, int r) const {
+    const int first = sub_block * kSubBlockRegisters;
     float most[2] = {score[first + 2 * r], score[first + 2 * r + 1]};
 #pragma unroll
-    for (int i = 1; i < kPartRegisters / 4; ++i) {
+    for (int i = 1; i < kSubBlockRegisters / 4; ++i) {
       most[0] = fmaxf(most[0], score[first + 4 * i + 2 * r]);
       most[1] = fmaxf(most[1], score[first + 4 * i + 2 * r + 1]);
     }
@@ -465,18 +467,18 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     for (int r = 0; r < 2; ++r) pivots[r] = needs_repeat(softmax[r].max) ? -FLT_MAX : softmax[r].max;
   }
 
-  // Subtracts the maxima of large rows from their scores in a part of the block (exponent_below()): what is left are exponents
+  // Subtracts the maxima of large rows from their scores in a sub-block (exponent_below()): what is left are exponents
   // in units of a.scores.scale. `from`: what all rows' scores are still measured from.
-  __device__ __forceinline__ void subtract_large_maxima(int part, float (&from)[2]) {
+  __device__ __forceinline__ void subtract_large_maxima(int sub_block, float (&from)[2]) {
     from[0] = pivots[0], from[1] = pivots[1];
     const bool large[2] = {is_large(0), is_large(1)};
     if (!large[0] && !large[1]) [[likely]]
       return;
     const float inverse_scale = reciprocal(a.scores.scale);
-    const int first = part * kPartRegisters;
+    const int first = sub_block * kSubBlockRegisters;
     // Rolled, or it would take up much of the loop's code.
 #pragma unroll 1
-    for (int n = 0; n < kPartRegisters / 4; ++n) {
+    for (int n = 0; n < kSubBlockRegisters / 4; ++n) {
       float next[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -484,36 +486,36 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
         next[i] = large[i / 2] ? exponent * inverse_scale : x;
       }
 #pragma unroll
-      for (int i = 0; i < kPartRegisters; ++i)
-        score[first + i] = i + 4 < kPartRegisters ? score[first + i + 4] : next[i + 4 - kPartRegisters];
+      for (int i = 0; i < kSubBlockRegisters; ++i)
+        score[first + i] = i + 4 < kSubBlockRegisters ? score[first + i + 4] : next[i + 4 - kSubBlockRegisters];
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       if (large[r]) from[r] = 0;
   }
 
-  // Scores of a part of the block become weights, in place; `sum` is the thread's own.
-  __device__ __forceinline__ void exp_part(int part, const float (&from)[2], float (&sum)[2]) {
+  // Scores of a sub-block become weights, in place; `sum` is the thread's own.
+  __device__ __forceinline__ void exp_sub_block(int sub_block, const float (&from)[2], float (&sum)[2]) {
 #pragma unroll
-    for (int i = 0; i < kPartRegisters; ++i) {
+    for (int i = 0; i < kSubBlockRegisters; ++i) {
       const int r = i / 2 % 2;
-      float& x = score[part * kPartRegisters + i];
+      float& x = score[sub_block * kSubBlockRegisters + i];
       x = exp2_flushed(fmaf(x, a.scores.scale, -from[r]));
       sum[r] = i == 2 * r ? x : sum[r] + x;
     }
   }
 
-  // The scores of the block become weights. Returns the thread's sums of these, and in `total` the rows' sums with them: part
-  // after part, as repeat_block() adds them.
+  // The scores of the block become weights. Returns the thread's sums of these, and in `total` the rows' sums with them, one
+  // sub-block after another, as repeat_block() adds them.
   __device__ __forceinline__ void exp_scores(const float (&from)[2], float (&sum)[2], float (&total)[2]) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      float part_sum[2];
-      exp_part(part, from, part_sum);
+    for (int sub_block = 0; sub_block < kSubBlocks; ++sub_block) {
+      float sub_block_sum[2];
+      exp_sub_block(sub_block, from, sub_block_sum);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        sum[r] = part == 0 ? part_sum[r] : sum[r] + part_sum[r];
-        total[r] = (part == 0 ? softmax[r].sum : total[r]) + part_sum[r];
+        sum[r] = sub_block == 0 ? sub_block_sum[r] : sum[r] + sub_block_sum[r];
+        total[r] = (sub_block == 0 ? softmax[r].sum : total[r]) + sub_block_sum[r];
       }
     }
   }
@@ -525,53 +527,53 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 
   __device__ __forceinline__ static bool overflows(float sum) { return !(sum < kMaxWeightSum); }  // or is NaN
 
-  // Whether a row's maximum has to move: its weights of a part of the block would be too large, or the row needs
+  // Whether a row's maximum has to move: its weights of a sub-block would be too large, or the row needs
   // repeat_block(), and then always has the largest score so far. Its scores stay; `most` is the largest one in base 2.
-  __device__ __forceinline__ bool needs_rescale(int part, int r, float most) const {
+  __device__ __forceinline__ bool needs_rescale(int sub_block, int r, float most) const {
     float sum = 0;
 #pragma unroll
-    for (int i = 0; i < kPartRegisters; ++i)
-      if (i / 2 % 2 == r) sum += exp2_flushed(fmaf(score[part * kPartRegisters + i], a.scores.scale, -pivots[r]));
+    for (int i = 0; i < kSubBlockRegisters; ++i)
+      if (i / 2 % 2 == r) sum += exp2_flushed(fmaf(score[sub_block * kSubBlockRegisters + i], a.scores.scale, -pivots[r]));
     const bool own = needs_repeat(softmax[r].max) ? most > softmax[r].max : overflows(sum);
     return __ballot_sync(~0u, own) >> lane / 4 * 4 & 0xf;  // of the row's four lanes
   }
 
   // Weights of a block in which some row's maximum has to move: its scores are computed again, and what was accumulated for
-  // that row is rescaled. Each row decides by itself, for one part of the block after another, so that its result depends
-  // neither on its neighbours nor on how many parts a block has. O takes all parts but the last at once, and their weights
-  // become 0: the last part may move the maximum again.
+  // that row is rescaled. Each row decides by itself, for one sub-block after another, so that its result depends
+  // neither on its neighbours nor on how many sub-blocks a block has. O takes all sub-blocks but the last at once, and their
+  // weights become 0: the last sub-block may move the maximum again.
   __device__ __forceinline__ void repeat_block() {
     issue_qk();
     wgmma_wait<0>();
     finish_scores();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int sub_block = 0; sub_block < kSubBlocks; ++sub_block) {
       float factor[2], sum[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float most = __fmul_rn(max_of_row(part, r), a.scores.scale);
-        factor[r] = needs_rescale(part, r, most) ? softmax[r].raise_max(most) : 1;
+        const float most = __fmul_rn(max_of_row(sub_block, r), a.scores.scale);
+        factor[r] = needs_rescale(sub_block, r, most) ? softmax[r].raise_max(most) : 1;
       }
       rescale_out(factor);
       find_pivots();
       float from[2];
-      subtract_large_maxima(part, from);
-      exp_part(part, from, sum);
+      subtract_large_maxima(sub_block, from);
+      exp_sub_block(sub_block, from, sum);
       softmax[0].add(sum[0]);
       softmax[1].add(sum[1]);
-      if (part + 1 < kParts) {
+      if (sub_block + 1 < kSubBlocks) {
         pack_weights();
         wait(&shared.value_full[value.stage], value.parity);
-        issue_pv(part * kPartSteps, kPartSteps);
+        issue_pv(sub_block * kSubBlockSteps, kSubBlockSteps);
         wgmma_wait<0>();
         fence_registers(out);
 #pragma unroll
-        for (int i = part * kPartRegisters; i < (part + 1) * kPartRegisters; ++i) score[i] = 0;
+        for (int i = sub_block * kSubBlockRegisters; i < (sub_block + 1) * kSubBlockRegisters; ++i) score[i] = 0;
       }
     }
   }
 
-  // Weights of the first block: measured from the maxima of its first part, of which a row sees something.
+  // Weights of the first block: measured from the maxima of its first sub-block, of which a row sees something.
   __device__ __forceinline__ void first_softmax() {
     // Not right after load_query_fragments(): its loads take their time, and an arrival overtakes them. By now a product has
     // waited for them.
@@ -582,20 +584,20 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     finish_scores();
     prefetch_mask();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int sub_block = 0; sub_block < kSubBlocks; ++sub_block) {
       const bool missing[2] = {softmax[0].max == -INFINITY, softmax[1].max == -INFINITY};
-      if (part > 0 && !__any_sync(~0u, missing[0] || missing[1])) continue;
+      if (sub_block > 0 && !__any_sync(~0u, missing[0] || missing[1])) continue;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float most = max_of_row(part, r);
+        const float most = max_of_row(sub_block, r);
         if (missing[r]) softmax[r].raise_max(__fmul_rn(most, a.scores.scale));
       }
     }
     find_pivots();
     float sum[2], total[2], from[2] = {pivots[0], pivots[1]};
-    if constexpr (kParts == 1) subtract_large_maxima(0, from);
+    if constexpr (kSubBlocks == 1) subtract_large_maxima(0, from);
     exp_scores(from, sum, total);
-    if (kParts > 1 && any_named(kVoteBarrier + row_block, 128, overflows(sum[0]) || overflows(sum[1]))) [[unlikely]]
+    if (kSubBlocks > 1 && any_named(kVoteBarrier + row_block, 128, overflows(sum[0]) || overflows(sum[1]))) [[unlikely]]
       repeat_block();
     else
       softmax[0].sum = total[0], softmax[1].sum = total[1];
@@ -610,7 +612,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     prefetch_mask();
     float sum[2], total[2];
     exp_scores(pivots, sum, total);
-    // The sum over a block is no smaller than that over any of its parts. The vote stands before the wait, or the compiler
+    // The sum over a block is no smaller than that over any of its sub-blocks. The vote stands before the wait, or the compiler
     // moves the exponentials after it.
     const bool any_needs_rescale = any_named(kVoteBarrier + row_block, 128, overflows(sum[0]) || overflows(sum[1]));
     wgmma_wait<0>();
@@ -621,9 +623,9 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
       softmax[0].sum = total[0], softmax[1].sum = total[1];
   }
 
-  // Weights of another block with split values: every block's maxima are computed, so that its keys need not be kept for a
+  // Weights of another block with kVByColumns: every block's maxima are computed, so that its keys need not be kept for a
   // second product.
-  __device__ __forceinline__ void split_softmax() {
+  __device__ __forceinline__ void v_by_columns_softmax() {
     float factor[2], sum[2], total[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -636,7 +638,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     exp_scores(from, sum, total);
     // The vote stands before the wait, and depends on the weights, or the compiler moves the exponentials after it.
     const bool any_needs_rescale =
-        any_named(kVoteBarrier + column_part, 128, factor[0] != 1 || factor[1] != 1 || overflows(sum[0]) || overflows(sum[1]));
+        any_named(kVoteBarrier + v_columns, 128, factor[0] != 1 || factor[1] != 1 || overflows(sum[0]) || overflows(sum[1]));
     wgmma_wait<0>();
     release_value();
     if (any_needs_rescale) rescale_out(factor);
@@ -685,10 +687,10 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     ping_pong_leave();
     fetch_dropout_bits();
     wgmma_wait<1>();
-    if constexpr (kSplitValues) {
+    if constexpr (kVByColumns) {
       release_score_operands();
       finish_scores();
-      split_softmax();
+      v_by_columns_softmax();
     } else {
       finish_scores();
       lazy_softmax();
@@ -713,7 +715,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   // overlaps O += P V of the block before and the products of the other warpgroup.
   __device__ void run() {
     query.advance(row_block);
-    if (kTile.ping_pong && row_block + column_part == kTile.warpgroups - 1) ping_pong_leave();
+    if (kTile.ping_pong && row_block + v_columns == kTile.warpgroups - 1) ping_pong_leave();
     if (!fetch_tile()) return;
     begin_tile();
     wgmma_wait<0>();
@@ -757,12 +759,12 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
 
   __device__ __forceinline__ void finish_rows(int stage, float (&inverse)[2]);
   __device__ __forceinline__ void store_out(int stage, const float (&inverse)[2]);
-  __device__ __forceinline__ float* row_of_part(const WorkTile& tile, int lane, int r) const;
-  __device__ __forceinline__ void store_states_of_part(const WorkTile& tile);
-  __device__ __forceinline__ void store_part(const WorkTile& tile);
+  __device__ __forceinline__ float* row_of_partial(const ForwardWorkTile& tile, int lane, int r) const;
+  __device__ __forceinline__ void store_partial_states(const ForwardWorkTile& tile);
+  __device__ __forceinline__ void store_partial(const ForwardWorkTile& tile);
   __device__ __forceinline__ void store_out_by_tma(int stage, const float (&inverse)[2]);
   template <class Buffer>
-  __device__ __forceinline__ void store_cached_rows(const WorkTile& tile, const Buffer& buffer);
+  __device__ __forceinline__ void store_cached_rows(const ForwardWorkTile& tile, const Buffer& buffer);
   __device__ __forceinline__ void store_out_from_registers(int stage, const float (&inverse)[2]);
 };
 

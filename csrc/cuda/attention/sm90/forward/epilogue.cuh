@@ -8,17 +8,17 @@ namespace flash_online::cuda {
 
 template <class T, class Variant>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::finish_rows(int stage, float (&inverse)[2]) {
-  const WorkTile& tile = shared.tile[stage];
+  const ForwardWorkTile& tile = shared.tile[stage];
   int here = lane;
-  if constexpr (kSplit) make_opaque(here);  // or what follows from it takes registers throughout the tiles
+  if constexpr (kKvSplit) make_opaque(here);  // or what follows from it takes registers throughout the tiles
   bool is_empty[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     softmax[r].sum += __shfl_xor_sync(~0u, softmax[r].sum, 1);
     softmax[r].sum += __shfl_xor_sync(~0u, softmax[r].sum, 2);
   }
-  if constexpr (kSplit) {
-    if (tile.part) return store_states_of_part(tile);
+  if constexpr (kKvSplit) {
+    if (tile.partial) return store_partial_states(tile);
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
   const int row = kCached
                       ? tile.first_query + query_of_row(a, row_of_tile)
                       : tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + here / 4 + (second ? 8 : 0);
-  if (here % 4 < 2 && column_part == 0 && row < queries(a, tile) && a.lse) {
+  if (here % 4 < 2 && v_columns == 0 && row < queries(a, tile) && a.lse) {
     const int64_t at = (kPacked && !kCached ? 0 : tile.batch * a.lse_stride[0]) +
                        head_of_row(a, tile, row_of_tile) * a.lse_stride[1] + query_begin(tile) + row;
     // From base 2 to the natural logarithm, in two floats.
@@ -59,34 +59,35 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
   __syncwarp();
 }
 
-// The address of row r of a lane in a part that is to be merged; null: the row does not exist.
+// The address of row r of a lane in a partial that is to be merged; null: the row does not exist.
 template <class T, class Variant>
-__device__ __forceinline__ float* ForwardSm90Kernel<T, Variant>::MathWarpgroup::row_of_part(const WorkTile& tile, int lane,
-                                                                                            int r) const {
+__device__ __forceinline__ float* ForwardSm90Kernel<T, Variant>::MathWarpgroup::row_of_partial(const ForwardWorkTile& tile,
+                                                                                               int lane, int r) const {
   const int row = row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4 + 8 * r;
-  return tile.first_query + query_of_row(a, row) < queries(a, tile) ? tile.part + row * a.line.parts.pitch : nullptr;
+  return tile.first_query + query_of_row(a, row) < queries(a, tile) ? tile.partial + row * a.line.partials.pitch : nullptr;
 }
 
-// Maximum and sum of a part's rows, which sinks do not belong to.
+// Maximum and sum of a partial's rows, which sinks do not belong to.
 template <class T, class Variant>
-__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_states_of_part(const WorkTile& tile) {
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_partial_states(
+    const ForwardWorkTile& tile) {
   int here = lane;
   make_opaque(here);  // or what follows from it takes registers throughout the tiles
   const bool second = here % 4 == 1;
-  if (float* const row = row_of_part(tile, here, second ? 1 : 0); row && here % 4 < 2)
-    *reinterpret_cast<float2*>(row + a.line.parts.pitch - 2) = {second ? softmax[1].max : softmax[0].max,
-                                                                second ? softmax[1].sum : softmax[0].sum};
+  if (float* const row = row_of_partial(tile, here, second ? 1 : 0); row && here % 4 < 2)
+    *reinterpret_cast<float2*>(row + a.line.partials.pitch - 2) = {second ? softmax[1].max : softmax[0].max,
+                                                                   second ? softmax[1].sum : softmax[0].sum};
   __syncwarp();
 }
 
-// The outputs of a part's rows, as they are. A quad stores whole sectors of 32 bytes.
+// The outputs of a partial's rows, as they are. A quad stores whole sectors of 32 bytes.
 template <class T, class Variant>
-__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_part(const WorkTile& tile) {
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_partial(const ForwardWorkTile& tile) {
   int here = lane;
   make_opaque(here);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float* const row = row_of_part(tile, here, r);
+    float* const row = row_of_partial(tile, here, r);
     if (!row) continue;
     float* const to = row + here % 4 * 2;
 #pragma unroll
@@ -99,7 +100,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::st
 // by the lanes.
 template <class T, class Variant>
 template <class Buffer>
-__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_cached_rows(const WorkTile& tile,
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_cached_rows(const ForwardWorkTile& tile,
                                                                                                 const Buffer& buffer) {
   const int first = row_block * kRowsPerWarpgroup + kRowsPerWarp * warp;
   const auto query = [&](int row) { return tile.first_query + query_of_row(a, row); };
@@ -132,11 +133,11 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::st
 template <class T, class Variant>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_out_by_tma(int stage,
                                                                                                const float (&inverse)[2]) {
-  const WorkTile& tile = shared.tile[stage];
+  const ForwardWorkTile& tile = shared.tile[stage];
   const int first = tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp;
   auto& buffer = shared.out.box[4 * row_block + warp];
   int here = lane;
-  if constexpr (kSplit) make_opaque(here);  // or the offsets take registers throughout the tiles
+  if constexpr (kKvSplit) make_opaque(here);  // or the offsets take registers throughout the tiles
   if (lane == 0) tma_store_wait_read();
   __syncwarp();
 #pragma unroll
@@ -172,13 +173,13 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::st
 template <class T, class Variant>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_out_from_registers(
     int stage, const float (&inverse)[2]) {
-  const WorkTile& tile = shared.tile[stage];
+  const ForwardWorkTile& tile = shared.tile[stage];
   const int first = tile.first_query + row_block * kRowsPerWarpgroup + kRowsPerWarp * warp;
   // The four lanes of a quad hold 2 columns each of every 8. A transposition within the quad gives each lane all 8 of one group
   // of columns out of four: 16 bytes to store.
   static_assert(kOutColumns % 32 == 0);
   int here = lane;
-  if constexpr (kSplit) make_opaque(here);
+  if constexpr (kKvSplit) make_opaque(here);
   const bool odd = here & 1, upper = here & 2;
   const auto swap = [](bool high, unsigned& low_word, unsigned& high_word, int mask) {
     const unsigned got = __shfl_xor_sync(~0u, high ? low_word : high_word, mask);
@@ -202,7 +203,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::st
       swap(odd, words[2], words[3], 1);
       swap(upper, words[0], words[2], 2);
       swap(upper, words[1], words[3], 2);
-      const int column = column_part * kOutColumns + 32 * i + here % 4 * 8;
+      const int column = v_columns * kOutColumns + 32 * i + here % 4 * 8;
       if (row < queries(a, tile) && column < a.head_dim_v)
         *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
     }
@@ -211,9 +212,9 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::st
 
 template <class T, class Variant>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_out(int stage, const float (&inverse)[2]) {
-  if constexpr (kSplit) {
-    if (shared.tile[stage].part) {
-      store_part(shared.tile[stage]);
+  if constexpr (kKvSplit) {
+    if (shared.tile[stage].partial) {
+      store_partial(shared.tile[stage]);
       __syncwarp();
       return;
     }

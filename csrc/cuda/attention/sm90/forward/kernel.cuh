@@ -1,6 +1,6 @@
 // Attention's forward pass on Hopper (compute capability 9.0): TMA loads and wgmma products; docs/design/forward_sm90.md draws
 // it. The kernel is persistent: its CTAs take one tile of queries after another. In a CTA one warp schedules the tiles, one
-// loads, and one to three math warpgroups compute, of 64 queries each or, with split values, of the same 64.
+// loads, and one to three math warpgroups compute, of 64 queries each or, with kVByColumns, of the same 64.
 #pragma once
 
 #include "../../../hw/mbarrier.cuh"
@@ -17,12 +17,12 @@ namespace flash_online::cuda {
 template <class T, class Variant>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::init_barriers(const Arguments& a, Shared& shared) {
   constexpr int kMathWarps = 4 * kTile.warpgroups;
-  // Warps that wait for the tiles besides the math warps: dropout warps, the producer, and a second producer (split values) or
-  // the warp that clears tails (packed), or both (cached keys).
+  // Warps that wait for the tiles in addition to the math warps: dropout warps, the producer, and a second producer
+  // (kVByColumns) or the warp that clears tails (packed), or both (cached keys).
   const int dropout_warps = kHasDropout && a.dropout.rng ? kTile.dropout_warps : 0;
   for (int i = 0; i < kWorkTiles; ++i) {
     mbarrier_init(&shared.tile_full[i], 1);
-    mbarrier_init(&shared.tile_empty[i], kMathWarps + dropout_warps + (kCached ? 3 : kPacked || kSplitValues ? 2 : 1));
+    mbarrier_init(&shared.tile_empty[i], kMathWarps + dropout_warps + (kCached ? 3 : kPacked || kVByColumns ? 2 : 1));
   }
   for (int i = 0; i < kQueryStages; ++i) {
     mbarrier_init(&shared.query_full[i], 1);
@@ -45,12 +45,12 @@ template <class T, class Variant>
 __device__ void ForwardSm90Kernel<T, Variant>::run(const Arguments& a, Shared& shared) {
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) init_barriers(a, shared);
-  if constexpr (kSplit) {
+  if constexpr (kKvSplit) {
     grid_dependency_wait();
     launch_dependents();  // what follows may rely on all before this kernel having ended
   }
   __syncthreads();
-  // Warp 0 loads, warp 1 schedules, warps 2 and 3 have what packed sequences, cached keys and split values need; then come the
+  // Warp 0 loads, warp 1 schedules, warps 2 and 3 have what packed sequences, cached keys and kVByColumns need; then come the
   // math warpgroups, and after them the dropout warps.
   constexpr int kFirstDropoutWarp = 4 * (1 + kTile.warpgroups);
   if (warp < 4) {
@@ -61,7 +61,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::run(const Arguments& a, Shared& s
       if (threadIdx.x == 0) Producer{a, shared}.run();
     }
     if (warp == 1) schedule_tiles(a, shared, lane);
-    if constexpr (kSplitValues)
+    if constexpr (kVByColumns)
       if (warp == 2 && lane == 0) load_values(a, shared);
     if constexpr (kCached) {
       if (warp == 2) clear_unseen_values(shared, lane);
@@ -76,7 +76,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::run(const Arguments& a, Shared& s
   } else if (warp < kFirstDropoutWarp) {
     reg_alloc<kTile.registers>();
     const int index = warp / 4 - 1;
-    MathWarpgroup warpgroup{a, shared, kSplitValues ? 0 : index, kSplitValues ? index : 0, warp % 4, lane};
+    MathWarpgroup warpgroup{a, shared, kVByColumns ? 0 : index, kVByColumns ? index : 0, warp % 4, lane};
     warpgroup.run();
   } else if constexpr (kHasDropout) {
     reg_dealloc<kTile.dropout_registers>();

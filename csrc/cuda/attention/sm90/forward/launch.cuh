@@ -1,4 +1,4 @@
-// The host part of the Hopper forward kernel: which entry of the tile table a problem runs in, the arguments, the launch.
+// The host side of the Hopper forward kernel: which entry of the tile table a problem runs in, the arguments, the launch.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +8,9 @@
 #include "../../../../core/integer.h"
 #include "../../../../core/philox.h"
 #include "../../../hw/launch.h"
-#include "../../common/score_levels.cuh"
 #include "../../common/tile_list.cuh"
 #include "../../kernels.h"
+#include "../../large_rows/score_levels.cuh"
 #include "../tma_tensor.cuh"
 #include "kernel.cuh"
 #include "supported.h"
@@ -126,7 +126,7 @@ inline ForwardSm90Arguments make_arguments(const AttentionProblem& p, const Forw
       .scores = make_score_arguments(p),
       .out = p.out.data,
       .out_stride = {p.out.stride[0], p.out.stride[1], p.out.stride[2]},
-      .has_score_mod = p.softcap > 0 || p.alibi_slopes,
+      .has_score_mod = score_mods(p) != 0,
       .lse = static_cast<float*>(p.lse),
       .lse_low = static_cast<float*>(p.lse_low),
       .lse_stride = {p.lse_stride[0], p.lse_stride[1]},
@@ -148,7 +148,7 @@ void set_order(ForwardSm90Arguments& a, const AttentionProblem& p, int64_t eleme
   }
 }
 
-// Fills what kernels with options need besides.
+// Fills what kernels with options need in addition.
 template <class Kernel, class T>
 void add_options(ForwardSm90Arguments& a, const AttentionProblem& p, const MaskTables& tables) {
   a.dropout = make_dropout_arguments(p);
@@ -178,7 +178,7 @@ void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, un
                                              Kernel::kSharedBytes, stream);
 }
 
-inline bool has_options(const AttentionProblem& p) { return p.softcap > 0 || p.alibi_slopes || p.mask.data || p.dropout != 0; }
+inline bool has_options(const AttentionProblem& p) { return score_mods(p) != 0 || p.mask.data || p.dropout != 0; }
 
 // True if an entry for little work is the better one; otherwise tiles have `tile_queries` queries.
 inline bool has_little_work(const AttentionProblem& p, const ForwardSm90Tile& tile, int tile_queries) {

@@ -13,7 +13,7 @@ namespace flash_online::cuda {
 
 // Computes the mask map of a work tile. The other members of `tile` must be set.
 template <class T, class Variant>
-__device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a, WorkTile& tile, int lane) {
+__device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a, ForwardWorkTile& tile, int lane) {
   const uint8_t* const kinds = a.mask.map.kinds + tile.batch * a.mask.map.batch_step + tile.head * a.mask.map.head_step;
   int shift = 0;
   while (tile.end - tile.begin > kMapBits << shift) ++shift;
@@ -63,8 +63,8 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a,
     tile.map.loaded[word] = loaded;
   }
   __syncwarp();
-  // A warpgroup also visits a block if it would otherwise skip more blocks in a row than there are stages besides the one with
-  // the values that it holds: it would wait forever.
+  // A warpgroup also visits a block if it would otherwise skip more blocks in a row than there are stages apart from the one
+  // with the values that it holds: it would wait forever.
   if (lane < kRowBlocks) {
     int skipped = -1;  // -1: none is visited yet
 #pragma unroll 1
@@ -89,7 +89,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a,
 
 template <class T, class Variant>
 __device__ __forceinline__ auto ForwardSm90Kernel<T, Variant>::make_scheduler(const Arguments& a, Shared& shared) -> Scheduler {
-  if constexpr (kSplit)
+  if constexpr (kKvSplit)
     return Scheduler(a.cached.problem, a.line);
   else if constexpr (kCached)
     return Scheduler(a.cached, shared.packed.scheduler);
@@ -100,7 +100,8 @@ __device__ __forceinline__ auto ForwardSm90Kernel<T, Variant>::make_scheduler(co
 }
 
 template <class T, class Variant>
-__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::set_sequence(WorkTile& tile, const PackedSequence& sequence,
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::set_sequence(ForwardWorkTile& tile,
+                                                                            const PackedSequence& sequence,
                                                                             const Visibility& visible) {
   const KeyRange seen = keys_of_any(visible, 0, sequence.queries, sequence.keys);
   tile.seen = {static_cast<int>(seen.begin), static_cast<int>(seen.end)};
@@ -118,7 +119,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
     WorkTileCoord next;
     if constexpr (kPacked) {
       next = scheduler.next();
-      if constexpr (kSplit) {
+      if constexpr (kKvSplit) {
         const DecodeSequence& s = scheduler.sequence();
         query_begin = s.queries_begin, queries = s.queries, key_begin = s.keys_begin, keys = s.keys;
       } else if (next.batch >= 0 && next.batch != sequence) {
@@ -154,19 +155,19 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
     const auto end_of = [&](int s) { return (min(band_end + query_of_row(a, s), keys) + kKeys - 1) / kKeys; };
     const int rows = last - first + 1;
     int begin = begin_of(0), end = end_of(rows - 1), first_block = 0;
-    if constexpr (kSplit) {
+    if constexpr (kKvSplit) {
       // Clip to this CTA's share: the part may have been cut.
       first_block = scheduler.begin();
       begin = max(begin, first_block), end = min(end, scheduler.end());
     }
     if (end <= begin) begin = first_block, end = begin + 1;
     wait(&shared.tile_empty[state.stage], state.parity ^ 1);
-    WorkTile& tile = shared.tile[state.stage];
+    ForwardWorkTile& tile = shared.tile[state.stage];
     if constexpr (kCached) {
       // Right away: there are too few registers to keep all that a sequence is until the end.
       if (lane == 0) set_sequence(tile, {query_begin, key_begin, queries, keys, static_cast<int>(visible.offset)}, visible);
-      if constexpr (kSplit)
-        if (lane == 0) tile.part = scheduler.part();
+      if constexpr (kKvSplit)
+        if (lane == 0) tile.partial = scheduler.partial();
     }
     if (lane < kRowBlocks) {
       // A warpgroup past the last query processes one block all the same, so that it needs no code of its own.
@@ -227,14 +228,14 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
   static constexpr bool kHoldsTile = kHasOptions || kPacked;  // to the end of the tile, since its members are read until then
   PipelineState<kWorkTiles> next_tile;
   PipelineState<kQueryStages> query;
-  PipelineState<kKeyStages> key;  // and values, unless split
+  PipelineState<kKeyStages> key;  // and values, unless kVByColumns
   // The tile of the queries that are loaded or being loaded:
   int batch, head, first_query, begin, end, tile_stage;
   int row_block;  // the first one without loaded queries
 
   __device__ void fetch_tile() {
     wait(&shared.tile_full[next_tile.stage], next_tile.parity);
-    const WorkTile& tile = shared.tile[next_tile.stage];
+    const ForwardWorkTile& tile = shared.tile[next_tile.stage];
     batch = tile.batch;
     head = tile.head;
     first_query = query_begin(tile) + tile.first_query;
@@ -264,13 +265,13 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
   }
 
   // True if a warpgroup needs the float mask of a block.
-  __device__ static bool needs_mask(const WorkTile& tile, int i, int block) {
+  __device__ static bool needs_mask(const ForwardWorkTile& tile, int i, int block) {
     const int bit = (block - tile.begin) >> tile.map.shift;
     return tile.map.row_block[i].visited[bit / 32] >> bit % 32 & ~tile.map.row_block[i].clear[bit / 32] >> bit % 32 & 1;
   }
 
   // Announces the bytes of a stage of keys; the mask's tiles of the block count on the same barrier.
-  __device__ __forceinline__ void begin_key_stage(const WorkTile& tile, int block, int mask_query, int mask_head,
+  __device__ __forceinline__ void begin_key_stage(const ForwardWorkTile& tile, int block, int mask_query, int mask_head,
                                                   int mask_batch) {
     if constexpr (kFloatMask) {
       unsigned bytes = sizeof(KeyBuffer);
@@ -288,7 +289,7 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
     }
   }
 
-  // The boxes of a block of keys, by parts where keys come in parts.
+  // The boxes of a block of keys, in one stage or in several.
   __device__ __forceinline__ void load_key_block(int row, int head, int batch) {
 #pragma unroll
     for (int box = 0; box < kHeadDimBoxes; ++box) {
@@ -312,7 +313,7 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
     const int key_head = head / a.q_heads_per_key_head, value_head = head / a.q_heads_per_value_head;
     const int key_batch = batch * a.key_batch_step, value_batch = batch * a.value_batch_step;
     const int end_block = end, stage = tile_stage;
-    const WorkTile& tile = shared.tile[stage];
+    const ForwardWorkTile& tile = shared.tile[stage];
     const int first_block = next_loaded_block(tile, begin, end), key_row = key_begin(tile);
     [[maybe_unused]] const int mask_batch = batch * a.mask_batch_step, mask_head = head * a.mask_head_step,
                                mask_query = first_query;
@@ -338,7 +339,7 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
       }
       if constexpr (kPacked)
         if (block == claim_at) arrive(&shared.packed.tile_wanted);
-      if constexpr (!kSplitValues) {
+      if constexpr (!kVByColumns) {
         wait(&shared.value_empty[key.stage], key.parity ^ 1);
         uint64_t* barrier = &shared.value_full[key.stage];
         if constexpr (kPacked)
@@ -354,7 +355,7 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
   }
 };
 
-// ---- with split values: a thread of another warp loads them. Their one buffer becomes free at other times than those of keys,
+// ---- with kVByColumns: a thread of another warp loads them. Their one buffer becomes free at other times than those of keys,
 // and a thread that waits for the one would delay the other.
 
 template <class T, class Variant>
@@ -363,7 +364,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::load_values(const Arguments& a, S
   PipelineState<kStages> value;
   while (true) {
     wait(&shared.tile_full[next_tile.stage], next_tile.parity);
-    const WorkTile& tile = shared.tile[next_tile.stage];
+    const ForwardWorkTile& tile = shared.tile[next_tile.stage];
     if (tile.batch < 0) return;
     const int head = tile.head / a.q_heads_per_value_head, batch = tile.batch * a.value_batch_step, begin = tile.begin,
               end = tile.end;
@@ -388,7 +389,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::clear_value_tails(Shared& shared,
   unsigned parities = 0;  // of value_loaded, one bit per stage
   while (true) {
     wait(&shared.tile_full[next_tile.stage], next_tile.parity);
-    const WorkTile& tile = shared.tile[next_tile.stage];
+    const ForwardWorkTile& tile = shared.tile[next_tile.stage];
     if (tile.batch < 0) return;
     blocks += tile.end - tile.begin;
     const int valid = tile.sequence.keys - (tile.end - 1) * kKeys;
@@ -450,12 +451,12 @@ __device__ void ForwardSm90Kernel<T, Variant>::generate_dropout(const Arguments&
   // computed once per warp.
   const auto uniform = [](auto x) { return __shfl_sync(~0u, x, 0); };
   const Philox random(uniform(a.dropout.rng[0]), uniform(a.dropout.rng[1]));
-  // A lane has kRowBlocks queries, and the warp one part of the keys.
-  const int part = warp % kDropoutParts;
-  const auto row = [&](int i) { return (warp / kDropoutParts + 2 * i) * kWarpSize + lane; };
+  // A lane has kRowBlocks queries, and the warp some of the keys.
+  const int key_warp = warp % kDropoutKeyWarps;
+  const auto row = [&](int i) { return (warp / kDropoutKeyWarps + 2 * i) * kWarpSize + lane; };
   while (true) {
     wait(&shared.tile_full[next_tile.stage], next_tile.parity);
-    const WorkTile& tile = shared.tile[next_tile.stage];
+    const ForwardWorkTile& tile = shared.tile[next_tile.stage];
     if (tile.batch < 0) return;
     const int64_t batch = a.dropout.batch_begin + uniform(tile.batch);
     const int head = uniform(tile.head);
@@ -467,7 +468,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::generate_dropout(const Arguments&
          block = next_loaded_block(tile, block + 1, tile.end)) {
       // Draws per query, and how many of them the registers can hold at once.
       constexpr int kDraws = kDropoutKeys / Philox::kKeys, kAtOnce = kRowBlocks > 2 ? 1 : 2;
-      const int first = uniform(block * (kKeys / Philox::kKeys)) + part * kDraws;
+      const int first = uniform(block * (kKeys / Philox::kKeys)) + key_warp * kDraws;
       unsigned keep[kRowBlocks] = {};
 #pragma unroll 1
       for (int n = 0; n < kDraws; n += kAtOnce) {
@@ -483,7 +484,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::generate_dropout(const Arguments&
       }
       wait(&shared.key_empty[key.stage], key.parity ^ 1);
 #pragma unroll
-      for (int i = 0; i < kRowBlocks; ++i) shared.dropout.keep[key.stage][row(i)][part] = keep[i] >> (32 - kDropoutKeys);
+      for (int i = 0; i < kRowBlocks; ++i) shared.dropout.keep[key.stage][row(i)][key_warp] = keep[i] >> (32 - kDropoutKeys);
       __syncwarp();
       if (lane == 0) arrive(&shared.key_full[key.stage]);
       key.advance();

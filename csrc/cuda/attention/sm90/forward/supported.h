@@ -23,8 +23,9 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
       batch * p.heads * tiles > kMost)
     return "a size beyond 32-bit indices";
   if (!(p.scale > 1e-6 && p.scale < 1e30)) return "a scale that is not between 1e-6 and 1e30";
-  if ((p.alibi_slopes || p.softcap != 0 || p.mask.data) && head_dim > kForwardSm90MaxOptionsHeadDim)
+  if ((score_mods(p) != 0 || p.mask.data) && head_dim > kForwardSm90MaxOptionsHeadDim)
     return "ALiBi, a softcap or a mask with a head dim over 256";
+  if (score_mods(p) & ~(kSoftcap | kAlibi)) return "a score modification other than a softcap or ALiBi";
   if (p.dropout != 0 && head_dim > kForwardSm90MaxDropoutHeadDim) return "dropout with a head dim over 192";
   if (p.mask.data && p.mask_dtype == DType::kFloat32) return "a mask of float32";
   if (p.mask.data && p.mask_dtype != DType::kBool &&

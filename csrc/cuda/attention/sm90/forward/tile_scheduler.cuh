@@ -44,7 +44,7 @@ inline int64_t choose_section_heads(int64_t heads, int64_t q_heads_per_key_head,
 }
 
 // The most work that any of nine CTAs gets, in tiles of keys, where tiles are dealt as TileScheduler does: a head's n-th tile
-// is n tiles of keys long and takes kTileEnds besides.
+// is n tiles of keys long and takes kTileEnds more.
 inline int64_t most_work(const HeadSections& sections, int64_t heads, int64_t row_tiles, int64_t ctas) {
   constexpr int64_t kSamples = 9, kTileEnds = 2;
   int64_t work[kSamples] = {}, round = 0;
@@ -99,7 +99,7 @@ struct TileSchedule {
                     head_bytes = seen_keys * (p.head_dim + p.head_dim_v) * element_bytes / q_heads_per_key_head + 1,
                     section = choose_section_heads(heads, q_heads_per_key_head, uneven, head_bytes, ctas,
                                                    even > 0 ? std::max(section_rounds, kWindowRounds) : section_rounds);
-      // The sections are a small part of the work compared with even tiles.
+      // The sections are little work compared with even tiles.
       sections = even > 0 ? HeadSections{.heads = static_cast<int>(section), .last = static_cast<int>((heads - 1) / section)}
                           : choose_sections(section, heads, uneven, head_bytes, ctas);
     }

@@ -6,18 +6,18 @@
 
 namespace flash_online::cuda {
 
-// Features besides plain attention. kOptions: softcap, ALiBi, bool masks and, with dropout warps, dropout. kOptionsFloatMask:
-// also 16-bit float masks, which need tiles in shared memory.
+// Features in addition to plain attention. kOptions: softcap, ALiBi, bool masks and, with dropout warps, dropout.
+// kOptionsFloatMask: also 16-bit float masks, which need tiles in shared memory.
 enum class ForwardSm90Features { kPlain, kOptions, kOptionsFloatMask };
 
 struct ForwardSm90Tile {
   int head_dim, head_dim_v;
-  int warpgroups;  // math warpgroups, of 64 queries each; with split_values all of them have the same 64
+  int warpgroups;  // math warpgroups, of 64 queries each; with v_by_columns all of them have the same 64
   int keys;  // per block of the mainloop
   // Keys of a block that share one maximum and one partial sum of a row; 0: all keys. Entries that can replace each other have
   // the same value, so that the choice between them changes no bit of a row's result.
   int softmax_keys = 0;
-  int stages;  // buffers of values, and of keys unless these come in parts
+  int stages;  // buffers of values, and of keys unless v_by_columns
   int query_stages;  // buffers of 64 queries each
 
   // Queries are the left operand of Q K^T in registers: their shared memory is free after the first product of a tile.
@@ -25,8 +25,8 @@ struct ForwardSm90Tile {
   bool staged_out = false;  // results leave through shared memory of their own and TMA, not from registers
   bool ping_pong = false;  // warpgroups issue their products in turn
   // All warpgroups have the same 64 queries: each computes all of their scores, but only its share of the columns of the
-  // results. Keys come in parts of the head dim.
-  bool split_values = false;
+  // results. A block of keys takes two stages, each with half of the head dim.
+  bool v_by_columns = false;
   // Tiles that each CTA takes from the heads of a section, under a causal mask.
   int section_rounds = 1;
   int ctas_per_sm = 1;
@@ -39,11 +39,11 @@ struct ForwardSm90Tile {
   int registers, producer_registers, dropout_registers = 0;  // per thread, claimed by setmaxnreg
 
   constexpr int threads() const { return 128 * (warpgroups + 1) + 32 * dropout_warps; }
-  constexpr int row_blocks() const { return split_values ? 1 : warpgroups; }  // of 64 queries
+  constexpr int row_blocks() const { return v_by_columns ? 1 : warpgroups; }  // of 64 queries
   constexpr int queries() const { return 64 * row_blocks(); }
-  constexpr int part_keys() const { return softmax_keys > 0 ? softmax_keys : keys; }
-  constexpr int key_parts() const { return split_values ? 2 : 1; }
-  constexpr int key_stages() const { return split_values ? 3 : stages; }  // buffers of one part each
+  constexpr int sub_block_keys() const { return softmax_keys > 0 ? softmax_keys : keys; }
+  constexpr int key_stages_per_block() const { return v_by_columns ? 2 : 1; }
+  constexpr int key_stages() const { return v_by_columns ? 3 : stages; }  // of half of the head dim with v_by_columns
 };
 
 // clang-format off
@@ -78,7 +78,7 @@ inline constexpr ForwardSm90Tile kForwardSm90Plain[] = {
      .ping_pong = true,
      .registers = 232, .producer_registers = 40},
     {.head_dim = 512, .head_dim_v = 512, .warpgroups = 2, .keys = 64, .stages = 1, .query_stages = 1,
-     .split_values = true,
+     .v_by_columns = true,
      .registers = 232, .producer_registers = 40},
 };
 
@@ -186,18 +186,18 @@ constexpr ForwardSm90Tile forward_sm90_cached(ForwardSm90Tile packed) {
 }
 
 // The cut of tiles over cached keys by shares of CTAs (cached/line_scheduler.cuh).
-enum class ForwardSm90Split {
+enum class ForwardSm90KvSplit {
   kNone,
   kTiles,  // those of whole tiles
   kSmallTiles,  // of 64 rows, for calls that take as long as their keys take to arrive
 };
 
 // A tile that shares cut, from one over cached keys. Blocks are a power of two of keys.
-constexpr ForwardSm90Tile forward_sm90_split(ForwardSm90Tile cached, ForwardSm90Split split) {
+constexpr ForwardSm90Tile forward_sm90_kv_split(ForwardSm90Tile cached, ForwardSm90KvSplit kv_split) {
   // Bytes in flight to an SM for small tiles: more are read no faster, and less evenly by the SMs.
   constexpr int kBytesAhead = 64 << 10, kElementBytes = 2, kKeys = 64;
-  if (split == ForwardSm90Split::kNone) return cached;
-  if (split == ForwardSm90Split::kSmallTiles) {
+  if (kv_split == ForwardSm90KvSplit::kNone) return cached;
+  if (kv_split == ForwardSm90KvSplit::kSmallTiles) {
     const int columns = (cached.head_dim + 63) / 64 * 64 + (cached.head_dim_v + 63) / 64 * 64,
               stages = kBytesAhead / (columns * kKeys * kElementBytes);
     cached.warpgroups = 1;
@@ -216,29 +216,29 @@ constexpr ForwardSm90Tile forward_sm90_split(ForwardSm90Tile cached, ForwardSm90
 
 // The tile of a kernel: an entry of kForwardSm90Plain, by index, and what the kernel has.
 template <int kEntry, ForwardSm90Features kFeatures, bool kOfPacked, bool kOfCached = false,
-          ForwardSm90Split kOfSplit = ForwardSm90Split::kNone>
+          ForwardSm90KvSplit kOfKvSplit = ForwardSm90KvSplit::kNone>
 struct ForwardSm90Variant {
   static constexpr bool kHasOptions = kFeatures != ForwardSm90Features::kPlain,
                         kFloatMask = kFeatures == ForwardSm90Features::kOptionsFloatMask, kPacked = kOfPacked || kOfCached,
-                        kCached = kOfCached, kSplit = kOfSplit != ForwardSm90Split::kNone;
+                        kCached = kOfCached, kKvSplit = kOfKvSplit != ForwardSm90KvSplit::kNone;
   static constexpr ForwardSm90Tile kUncached =
       kFloatMask    ? forward_sm90_variant(kForwardSm90FloatMask, kForwardSm90Plain[kEntry])
       : kHasOptions ? forward_sm90_variant(kForwardSm90Options, kForwardSm90Plain[kEntry])
       : kPacked     ? forward_sm90_variant(kForwardSm90Packed, kForwardSm90Plain[kEntry])
                     : kForwardSm90Plain[kEntry];
   static constexpr ForwardSm90Tile kWhole = kCached ? forward_sm90_cached(kUncached) : kUncached,
-                                   kTile = forward_sm90_split(kWhole, kOfSplit);
+                                   kTile = forward_sm90_kv_split(kWhole, kOfKvSplit);
 };
 
 // The assumptions of the kernels about an entry.
 constexpr bool forward_sm90_is_valid(const ForwardSm90Tile& t) {
   // wgmma is 16 deep. An accumulator has at most 256 columns.
   if (t.head_dim % 16 != 0 || t.head_dim_v % 16 != 0 || t.keys % 16 != 0 || t.keys > 256) return false;
-  if (t.part_keys() % 16 != 0 || t.keys % t.part_keys() != 0) return false;
+  if (t.sub_block_keys() % 16 != 0 || t.keys % t.sub_block_keys() != 0) return false;
   if (t.head_dim_v / (t.warpgroups / t.row_blocks()) > 256) return false;
   if (t.stages < 1 || t.query_stages < t.row_blocks() || t.threads() > 1024) return false;
   if (t.ping_pong && t.warpgroups < 2) return false;
-  if (t.split_values && (t.query_in_registers || t.staged_out || t.dropout_warps > 0)) return false;
+  if (t.v_by_columns && (t.query_in_registers || t.staged_out || t.dropout_warps > 0)) return false;
   // setmaxnreg takes multiples of 8 from 24 to 256, and a warpgroup as a whole.
   const auto is_budget = [](int registers) { return registers % 8 == 0 && registers >= 24 && registers <= 256; };
   if (!is_budget(t.registers) || !is_budget(t.producer_registers)) return false;
@@ -250,24 +250,25 @@ constexpr bool forward_sm90_is_valid(const ForwardSm90Tile& t) {
 
 template <size_t kCount>
 constexpr bool forward_sm90_are_valid(const ForwardSm90Tile (&table)[kCount], bool cached = false,
-                                      ForwardSm90Split split = ForwardSm90Split::kNone) {
+                                      ForwardSm90KvSplit kv_split = ForwardSm90KvSplit::kNone) {
   for (const ForwardSm90Tile& tile : table)
-    if (!forward_sm90_is_valid(cached && tile.max_queries == 0 ? forward_sm90_split(forward_sm90_cached(tile), split) : tile))
+    if (!forward_sm90_is_valid(cached && tile.max_queries == 0 ? forward_sm90_kv_split(forward_sm90_cached(tile), kv_split)
+                                                               : tile))
       return false;
   return true;
 }
 static_assert(forward_sm90_are_valid(kForwardSm90Plain) && forward_sm90_are_valid(kForwardSm90Packed) &&
               forward_sm90_are_valid(kForwardSm90Options) && forward_sm90_are_valid(kForwardSm90FloatMask) &&
               forward_sm90_are_valid(kForwardSm90Packed, true) && forward_sm90_are_valid(kForwardSm90Options, true) &&
-              forward_sm90_are_valid(kForwardSm90Packed, true, ForwardSm90Split::kTiles) &&
-              forward_sm90_are_valid(kForwardSm90Packed, true, ForwardSm90Split::kSmallTiles));
+              forward_sm90_are_valid(kForwardSm90Packed, true, ForwardSm90KvSplit::kTiles) &&
+              forward_sm90_are_valid(kForwardSm90Packed, true, ForwardSm90KvSplit::kSmallTiles));
 
 // Plain entries of the same head dims, dense or packed, give a row the same bits.
 static_assert([] {
   for (const ForwardSm90Tile& tile : kForwardSm90Plain)
     for (const ForwardSm90Tile& packed : kForwardSm90Packed)
       if (tile.head_dim == packed.head_dim && tile.head_dim_v == packed.head_dim_v &&
-          (tile.part_keys() != packed.part_keys() || tile.query_in_registers != packed.query_in_registers))
+          (tile.sub_block_keys() != packed.sub_block_keys() || tile.query_in_registers != packed.query_in_registers))
         return false;
   return true;
 }());

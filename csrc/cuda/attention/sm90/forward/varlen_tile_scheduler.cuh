@@ -2,8 +2,8 @@
 // warp of each CTA computes the order as it goes, from the starts of the sequences: no other kernel has to run first.
 //
 // Sequences come in chunks, and within a chunk by their number of keys, the longest first, so that the tiles at the end are
-// cheap. The heads of a sequence come in parts of about as many tiles as there are CTAs: tiles that run at the same time then
-// read the same keys. Within a part the last rows come first, which see the most keys under a causal mask.
+// cheap. The heads of a sequence come in groups of about as many tiles as there are CTAs: tiles that run at the same time then
+// read the same keys. Within a group the last rows come first, which see the most keys under a causal mask.
 #pragma once
 
 #include <cstdint>
@@ -81,12 +81,12 @@ class VarlenTileScheduler {
     unsigned rest = index - static_cast<unsigned>(tiles_before_ + begin) * heads;
     // Heads of the same keys stay together.
     const unsigned q_heads = static_cast<unsigned>(list_.q_heads_per_key_head), key_heads = heads / q_heads;
-    const unsigned parts = min((heads * tiles + gridDim.x - 1) / gridDim.x, key_heads),
-                   part_heads = (key_heads + parts - 1) / parts * q_heads;
-    const unsigned part = rest / (part_heads * tiles), heads_here = min(part_heads, heads - part * part_heads);
-    rest -= part * part_heads * tiles;
+    const unsigned head_groups = min((heads * tiles + gridDim.x - 1) / gridDim.x, key_heads),
+                   group_heads = (key_heads + head_groups - 1) / head_groups * q_heads;
+    const unsigned head_group = rest / (group_heads * tiles), heads_here = min(group_heads, heads - head_group * group_heads);
+    rest -= head_group * group_heads * tiles;
     const unsigned row = rest / heads_here;
-    return {first_sequence_ + shared_.order[position_], static_cast<int>(part * part_heads + rest - row * heads_here),
+    return {first_sequence_ + shared_.order[position_], static_cast<int>(head_group * group_heads + rest - row * heads_here),
             static_cast<int>(tiles - 1 - row)};
   }
 

@@ -25,22 +25,22 @@ constexpr int cached_sm90_entry(int head_dim, int entry = 0) {
 
 // Returns whether shares of CTAs cut a call's tiles, and which tiles. `tile_rows`: the rows of tiles that stay whole. Only the
 // device knows the lengths.
-inline ForwardSm90Split cached_sm90_split(const AttentionProblem& p, int tile_rows) {
+inline ForwardSm90KvSplit cached_sm90_kv_split(const AttentionProblem& p, int tile_rows) {
   constexpr int kSmallRows = 64;
   constexpr int64_t kSmallKeys = 64, kFewBlocks = 16, kLeastKeys = 1024, kMostNumbers = 1 << 29;
-  if (p.cache.splits == 1 || has_options(p)) return ForwardSm90Split::kNone;
+  if (p.cache.kv_splits == 1 || has_options(p)) return ForwardSm90KvSplit::kNone;
   const int64_t small = cached_tiles_per_key(p, kSmallRows), blocks = ceil_div(capacity_of(p.cache), kSmallKeys);
   if (capacity_of(p.cache) >= kMostNumbers || p.heads / p.key_heads * p.queries >= kMostNumbers ||
       p.batch * p.key_heads * small >= kMostNumbers / blocks)
-    return ForwardSm90Split::kNone;
+    return ForwardSm90KvSplit::kNone;
   // All rows that share keys are in one small tile, or in no fewer large ones; or keys are so few that they may be read twice.
   if (small <= cached_tiles_per_key(p, tile_rows) || p.batch * p.key_heads * small * blocks <= kFewBlocks * sm_count())
-    return ForwardSm90Split::kSmallTiles;
-  if (p.keys < kLeastKeys) return ForwardSm90Split::kNone;
+    return ForwardSm90KvSplit::kSmallTiles;
+  if (p.keys < kLeastKeys) return ForwardSm90KvSplit::kNone;
   // Tiles leave SMs idle at the end of the last round, or in the one round that there is where lengths may differ.
   const int64_t tiles = cached_sm90_tiles(p, tile_rows).count(), room = ceil_div(tiles, int64_t{sm_count()}) * sm_count();
   const bool differ = p.batch > 1 && tiles <= sm_count(), idle = tiles <= 2 * sm_count() && (room - tiles) * 5 > room;
-  return differ || idle ? ForwardSm90Split::kTiles : ForwardSm90Split::kNone;
+  return differ || idle ? ForwardSm90KvSplit::kTiles : ForwardSm90KvSplit::kNone;
 }
 
 // The line of work of a call, if shares of CTAs cut the keys of its tiles.
@@ -48,11 +48,11 @@ struct CachedSm90Line {
   int group_shift;
   int ctas;  // per head and row tile that run abreast
   DecodeShape shape;
-  DecodeParts parts;
+  DecodePartials partials;
 
   static CachedSm90Line of(const AttentionProblem& p, const ForwardSm90Tile& tile) {
     constexpr int kMostHeads = 8, kLeastRounds = 3;
-    constexpr int kLeastKeys = 512;  // of a share: with fewer, the additional parts take longer than the keys
+    constexpr int kLeastKeys = 512;  // of a share: with fewer, the additional partials take longer than the keys
     const int shift = cached_group_shift_of(p, tile.queries()), heads = static_cast<int>(p.heads >> shift);
     const int least_blocks = kLeastKeys / tile.keys, room = sm_count() * tile.ctas_per_sm;
     int heads_abreast = std::min(heads, kMostHeads);
@@ -64,25 +64,25 @@ struct CachedSm90Line {
         shift, 0, DecodeShape::of(p, int64_t{1} << shift, tile.queries(), tile.keys, 1, heads_abreast, rows_abreast), {}};
     line.shape.least_share = least_blocks;
     // Rows are whole sectors of memory.
-    line.parts = {nullptr, static_cast<int>(std::min<int64_t>(p.queries << shift, tile.queries())),
-                  round_up(static_cast<int>(p.head_dim_v), 8) + 8};
+    line.partials = {nullptr, static_cast<int>(std::min<int64_t>(p.queries << shift, tile.queries())),
+                     round_up(static_cast<int>(p.head_dim_v), 8) + 8};
     line.ctas = static_cast<int>(
         std::clamp<int64_t>(ceil_div(line.shape.most_units(p), int64_t{least_blocks}), 1, room / line.shape.abreast()));
     return line;
   }
-  int64_t bytes() const { return parts.bytes(int64_t{ctas} * shape.abreast()); }
+  int64_t bytes() const { return partials.bytes(int64_t{ctas} * shape.abreast()); }
 };
 
-// The reason to leave a problem without cut tiles to the general kernel, which cuts keys into pieces: too few tiles for the
-// GPU. Otherwise null. A problem with few rows of queries per key only loads keys, and pieces pay sooner. If num_splits is 1,
-// the choice depends on neither the queries nor the batch: a row gets the same bits in every call.
+// The reason to leave a problem without cut tiles to the general kernel, which cuts keys into kv_splits: too few tiles for the
+// GPU. Otherwise null. A problem with few rows of queries per key only loads keys, and kv_splits pay sooner. If num_splits is
+// 1, the choice depends on neither the queries nor the batch: a row gets the same bits in every call.
 inline const char* too_few_tiles(const AttentionProblem& p, int tile_rows) {
   constexpr int64_t kFewRows = 32, kManyKeys = 2048;
-  if (p.cache.splits == 1 || cached_sm90_split(p, tile_rows) != ForwardSm90Split::kNone) return nullptr;
+  if (p.cache.kv_splits == 1 || cached_sm90_kv_split(p, tile_rows) != ForwardSm90KvSplit::kNone) return nullptr;
   const bool few_rows = p.queries * (p.heads / p.key_heads) <= kFewRows;
   if (!few_rows && p.keys < kManyKeys) return nullptr;
   const int64_t tiles = cached_sm90_tiles(p, tile_rows).count(), enough = sm_count() / (few_rows ? 2 : 6);
-  return tiles < enough ? "few queries: the general kernel cuts keys into pieces" : nullptr;
+  return tiles < enough ? "few queries: the general kernel cuts keys into kv_splits" : nullptr;
 }
 
 inline const char* cached_sm90_refusal(const AttentionProblem& p, const Gpu& gpu, int head_dim) {
@@ -95,17 +95,17 @@ inline const char* cached_sm90_refusal(const AttentionProblem& p, const Gpu& gpu
   if (p.head_dim == 0 || p.head_dim_v == 0) return "a head dim of 0";
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return "a head dim that is no multiple of 8";
   if (p.keys == 0 || cache.blocks == 0) return "there are no keys";
-  if (cache.splits > 1) return "num_splits: the general kernel cuts keys into pieces";
+  if (cache.kv_splits > 1) return "num_splits: the general kernel cuts keys into kv_splits";
   if (cache.table && cache.page % 8 != 0) return "pages that are no multiple of 8 keys";
-  if (cache.table && cache.left) return "leftpad beside a block_table";
+  if (cache.table && cache.left) return "leftpad together with a block_table";
   const int64_t batch = p.query_starts ? 1 : p.batch, queries = p.query_starts ? p.total_queries : p.queries,
                 tiles = (p.query_starts ? 1 : batch) * (queries / 64 + 1) + p.batch;
   if (queries > kMost || p.keys > kMost || cache.page > kMost || cache.blocks > kMost || p.batch > kMost ||
       p.heads * tiles > kMost)
     return "a size beyond 32-bit indices";
   if (!(p.scale > 1e-6 && p.scale < 1e30)) return "a scale that is not between 1e-6 and 1e30";
-  if ((p.alibi_slopes || p.softcap != 0) && head_dim > kForwardSm90MaxOptionsHeadDim)
-    return "ALiBi or a softcap with a head dim over 256";
+  if (score_mods(p) != 0 && head_dim > kForwardSm90MaxOptionsHeadDim) return "ALiBi or a softcap with a head dim over 256";
+  if (score_mods(p) & ~(kSoftcap | kAlibi)) return "a score modification other than a softcap or ALiBi";
   if (!is_tma_compatible(p.query.data, p.query.stride, batch, p.heads, queries, p.head_dim))
     return "query's rows are not whole multiples of 16 bytes apart";
   if (!is_tma_compatible(p.key.data, p.key.stride, cache.blocks, p.key_heads, cache.page, p.head_dim))
@@ -180,15 +180,15 @@ void launch_cached_sm90(const AttentionProblem& p, unsigned* tile_counter, cudaS
 }
 
 template <class T, class Variant>
-void launch_split_sm90(const AttentionProblem& p, void* workspace, cudaStream_t stream) {
+void launch_kv_split_sm90(const AttentionProblem& p, void* workspace, cudaStream_t stream) {
   using Kernel = ForwardSm90Kernel<T, Variant>;
   const CachedSm90Line line = CachedSm90Line::of(p, Kernel::kTile);
-  SplitSm90Arguments a{cached_arguments<Kernel, T>(p, line.group_shift, nullptr), {line.shape, line.parts}};
-  a.line.parts.data = static_cast<float*>(workspace);
+  KvSplitSm90Arguments a{cached_arguments<Kernel, T>(p, line.group_shift, nullptr), {line.shape, line.partials}};
+  a.line.partials.data = static_cast<float*>(workspace);
   launch<attention_forward_sm90<T, Variant>>(a, int64_t{line.ctas} * line.shape.abreast(), Kernel::kTile.threads(),
                                              Kernel::kSharedBytes, stream, true);
   if (line.shape.most_steps(p) > 1)  // a step is never cut
-    merge_parts(p, line.shape, a.line.parts, line.ctas, stream);
+    merge_partials(p, line.shape, a.line.partials, line.ctas, stream);
 }
 
 // Calls f(integral_constant<entry>) with the entry for a problem's head dims, from kEntry on.
@@ -203,19 +203,19 @@ decltype(auto) visit_cached_entry(const AttentionProblem& p, F&& f) {
   return f(std::integral_constant<int, kEntry>{});
 }
 
-template <int kEntry, ForwardSm90Split kSplit>
-using CachedSplitVariant = ForwardSm90Variant<kEntry, ForwardSm90Features::kPlain, true, true, kSplit>;
+template <int kEntry, ForwardSm90KvSplit kKvSplit>
+using CachedKvSplitVariant = ForwardSm90Variant<kEntry, ForwardSm90Features::kPlain, true, true, kKvSplit>;
 
 template <class T, int kEntry>
 void cached_sm90_in_entry(const AttentionProblem& p, void* workspace, cudaStream_t stream) {
   using Features = ForwardSm90Features;
   constexpr ForwardSm90Tile kTile = kForwardSm90Plain[kEntry];
-  switch (cached_sm90_split(p, kTile.queries())) {
-    case ForwardSm90Split::kSmallTiles:
-      return launch_split_sm90<T, CachedSplitVariant<kEntry, ForwardSm90Split::kSmallTiles>>(p, workspace, stream);
-    case ForwardSm90Split::kTiles:
-      return launch_split_sm90<T, CachedSplitVariant<kEntry, ForwardSm90Split::kTiles>>(p, workspace, stream);
-    case ForwardSm90Split::kNone: break;
+  switch (cached_sm90_kv_split(p, kTile.queries())) {
+    case ForwardSm90KvSplit::kSmallTiles:
+      return launch_kv_split_sm90<T, CachedKvSplitVariant<kEntry, ForwardSm90KvSplit::kSmallTiles>>(p, workspace, stream);
+    case ForwardSm90KvSplit::kTiles:
+      return launch_kv_split_sm90<T, CachedKvSplitVariant<kEntry, ForwardSm90KvSplit::kTiles>>(p, workspace, stream);
+    case ForwardSm90KvSplit::kNone: break;
   }
   unsigned* const tile_counter = cached_sm90_is_dynamic(p) ? static_cast<unsigned*>(workspace) : nullptr;
   if constexpr (kTile.head_dim <= kForwardSm90MaxOptionsHeadDim)
@@ -234,12 +234,12 @@ template <int kHeadDim>
 int64_t AttentionCachedSm90<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
   const AttentionProblem& p = pass.problem;
   return visit_cached_entry<cached_sm90_entry(kHeadDim)>(p, [&]<int kEntry>(std::integral_constant<int, kEntry>) -> int64_t {
-    switch (cached_sm90_split(p, kForwardSm90Plain[kEntry].queries())) {
-      case ForwardSm90Split::kSmallTiles:
-        return CachedSm90Line::of(p, CachedSplitVariant<kEntry, ForwardSm90Split::kSmallTiles>::kTile).bytes();
-      case ForwardSm90Split::kTiles:
-        return CachedSm90Line::of(p, CachedSplitVariant<kEntry, ForwardSm90Split::kTiles>::kTile).bytes();
-      case ForwardSm90Split::kNone: break;
+    switch (cached_sm90_kv_split(p, kForwardSm90Plain[kEntry].queries())) {
+      case ForwardSm90KvSplit::kSmallTiles:
+        return CachedSm90Line::of(p, CachedKvSplitVariant<kEntry, ForwardSm90KvSplit::kSmallTiles>::kTile).bytes();
+      case ForwardSm90KvSplit::kTiles:
+        return CachedSm90Line::of(p, CachedKvSplitVariant<kEntry, ForwardSm90KvSplit::kTiles>::kTile).bytes();
+      case ForwardSm90KvSplit::kNone: break;
     }
     return cached_sm90_is_dynamic(p) ? sizeof(unsigned) : 0;
   });

@@ -1,16 +1,16 @@
 // Tiles over cached keys that shares of CTAs cut, where there are too few tiles to go round: an item of the decode kernel's
 // line of work (../../../decode/line.cuh) is a tile of rows, and a step is a block of keys. What a share cuts off an item
-// leaves partial results, which merge_parts() merges.
+// leaves partial results, which merge_partials() merges.
 #pragma once
 
-#include "../../../decode/parts.cuh"
+#include "../../../decode/partials.cuh"
 #include "../tile_scheduler.cuh"
 
 namespace flash_online::cuda {
 
 struct LineOfTiles {
   DecodeShape shape;  // its key heads are the groups of query heads that lie side by side in a tile
-  DecodeParts parts;
+  DecodePartials partials;
 };
 
 // The parts of a CTA's share, one after another. All lanes of a warp call it, and get the same answers.
@@ -23,10 +23,10 @@ class LineScheduler {
         line_(line),
         cta_(static_cast<int>(blockIdx.x / static_cast<unsigned>(line.shape.abreast()))),
         which_(static_cast<int>(blockIdx.x) - cta_ * line.shape.abreast()),
-        walk_(find_share(problem, CachedPieces{}, line.shape, ctas(), cta_)) {}
+        walk_(find_share(problem, KvSplits{}, line.shape, ctas(), cta_)) {}
 
   __device__ WorkTileCoord next() {
-    walk_.next(problem_, CachedPieces{}, line_.shape, false);
+    walk_.next(problem_, KvSplits{}, line_.shape, false);
     if (walk_.done()) return {-1, 0, 0};
     const int2 tile_and_head = line_.shape.of_abreast(walk_.s.tile_and_head(line_.shape, walk_.item), which_);
     return {walk_.n, tile_and_head.y, tile_and_head.x};
@@ -37,9 +37,9 @@ class LineScheduler {
   __device__ const DecodeSequence& sequence() const { return walk_.s; }
   __device__ int begin() const { return walk_.tile; }
   __device__ int end() const { return walk_.end; }
-  __device__ float* part() const {
+  __device__ float* partial() const {
     const bool is_whole = walk_.begins_item && walk_.ends_item;
-    return is_whole ? nullptr : line_.parts.part(which_ * ctas() + cta_, walk_.begins_item);
+    return is_whole ? nullptr : line_.partials.partial(which_ * ctas() + cta_, walk_.begins_item);
   }
 
  private:

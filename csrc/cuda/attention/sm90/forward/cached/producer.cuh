@@ -30,7 +30,7 @@ struct ForwardSm90Kernel<T, Variant>::CachedBlocks {
   };
 
   // The place of the lane's box in a block of keys. An entry of keys that no query sees is not read.
-  __device__ __forceinline__ Place locate(const WorkTile& tile, int block) const {
+  __device__ __forceinline__ Place locate(const ForwardWorkTile& tile, int block) const {
     const int key_of_box = block * kKeys + lane * a.cached.box_rows;
     if (lane >= a.cached.boxes || key_of_box + a.cached.box_rows <= tile.seen.begin || key_of_box >= tile.seen.end)
       return {-1, 0};
@@ -53,7 +53,7 @@ struct ForwardSm90Kernel<T, Variant>::CachedBlocks {
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
         const TmaCoord at{box * kBoxColumns, place.row, head, block};
-        if constexpr (kSplit)
+        if constexpr (kKvSplit)
           tma_load_once(buffer.box[box][lane * a.cached.box_rows], map, at, barrier);
         else
           tma_load(buffer.box[box][lane * a.cached.box_rows], map, at, barrier);
@@ -82,7 +82,7 @@ struct ForwardSm90Kernel<T, Variant>::CachedProducer {
 
   __device__ __forceinline__ void fetch_tile() {
     wait(&shared.tile_full[next_tile.stage], next_tile.parity);
-    const WorkTile& tile = shared.tile[next_tile.stage];
+    const ForwardWorkTile& tile = shared.tile[next_tile.stage];
     batch = tile.batch;
     head = first_head(a, tile);
     first_query = query_begin(tile) + tile.first_query;
@@ -120,7 +120,7 @@ struct ForwardSm90Kernel<T, Variant>::CachedProducer {
   // As in Producer, but for the values.
   __device__ __forceinline__ void load_tile() {
     const int key_head = head / a.q_heads_per_key_head, first_block = begin, end_block = end, stage = tile_stage;
-    const WorkTile& tile = shared.tile[stage];
+    const ForwardWorkTile& tile = shared.tile[stage];
     const CachedBlocks blocks(a, batch, lane);
     auto next = blocks.locate(tile, first_block);
     int claim_at = end_block;
@@ -154,7 +154,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::load_cached_values(const Argument
   PipelineState<kStages> value;
   while (true) {
     wait(&shared.tile_full[next_tile.stage], next_tile.parity);
-    const WorkTile& tile = shared.tile[next_tile.stage];
+    const ForwardWorkTile& tile = shared.tile[next_tile.stage];
     if (tile.batch < 0) return;
     const int head = first_head(a, tile) / a.q_heads_per_value_head, end = tile.end;
     const CachedBlocks blocks(a, tile.batch, lane);
@@ -184,7 +184,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::clear_unseen_values(Shared& share
   unsigned parities = 0;  // of value_loaded, one bit per stage
   while (true) {
     wait(&shared.tile_full[next_tile.stage], next_tile.parity);
-    const WorkTile& tile = shared.tile[next_tile.stage];
+    const ForwardWorkTile& tile = shared.tile[next_tile.stage];
     if (tile.batch < 0) return;
     const SeenKeys seen = tile.seen;
     const int begin = tile.begin, count = tile.end - begin;

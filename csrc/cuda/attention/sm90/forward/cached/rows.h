@@ -9,7 +9,7 @@ namespace flash_online::cuda {
 // The query heads that share keys become rows of a tile, query by query, as many as a power of two allows: 2^shift of them, at
 // most 2^most. They must lie side by side in a box, and ALiBi is one head's.
 inline int cached_group_shift(const AttentionProblem& p, int most = 6) {  // 6: the 64 rows of a warpgroup
-  if (p.alibi_slopes || p.query.stride[1] == 0) return 0;
+  if ((score_mods(p) & kScoreModsOfHead) || p.query.stride[1] == 0) return 0;
   const int64_t group = p.heads / p.key_heads;
   int shift = 0;
   while (shift < most && group % (int64_t{2} << shift) == 0) ++shift;

@@ -1,5 +1,5 @@
 // Attention backward on Hopper for floats with 16 of their 24 digits, where torch allows tf32: TMA loads, wgmma products of
-// bfloat16 pieces. docs/design/float32.md draws it.
+// bf16 digits. docs/design/float32.md draws it.
 //
 // A CTA takes 128 keys and values, 64 per math warpgroup, and loops over blocks of 64 queries of the heads that share them,
 // which a producer warp loads. Scores are made transposed, [key][query], so that weights and dS are left operands of the
@@ -22,12 +22,12 @@
 #include "../../kernels.h"
 #include "../backward/tiles.h"
 #include "../gemm.cuh"
-#include "split_rows.cuh"
+#include "bf16x2_rows.cuh"
 
 namespace flash_online::cuda {
 
-struct BackwardSplitSm90Arguments {
-  TmaTensor query, key, value, grad_out;  // their pieces
+struct BackwardBf16x2Sm90Arguments {
+  TmaTensor query, key, value, grad_out;  // their digits
   AttentionProblem problem;
   AttentionGradients gradients;
   BackwardWorkspace space;
@@ -37,7 +37,7 @@ struct BackwardSplitSm90Arguments {
 
 // A CTA's backward pass. Members that run on the device stand in the order in which they are called.
 template <int kHeadDim>
-class BackwardSplitSm90Kernel {
+class BackwardBf16x2Sm90Kernel {
  public:
   static constexpr int kWarpgroups = 2, kRows = 64;  // keys of a warpgroup, and queries of a block
   static constexpr int kKeys = kWarpgroups * kRows, kThreads = (kWarpgroups + 1) * 128;
@@ -48,18 +48,18 @@ class BackwardSplitSm90Kernel {
   static constexpr int kBlocksPerSum = 32;
 
  private:
-  using Piece = __nv_bfloat16;
-  static constexpr int kPieces = 2, kLeading = 0, kLow = 1;
-  static constexpr int kBoxes = kHeadDim / kBoxColumns;  // of a piece
+  using Digit = __nv_bfloat16;
+  static constexpr int kDigits = 2, kLeading = 0, kLow = 1;
+  static constexpr int kBoxes = kHeadDim / kBoxColumns;  // of a digit
   static constexpr int kSteps = kHeadDim / 16, kRowSteps = kRows / 16;
-  static constexpr unsigned kRowBytes = kBoxColumns * sizeof(Piece), kStepBytes = 16 * kRowBytes;
+  static constexpr unsigned kRowBytes = kBoxColumns * sizeof(Digit), kStepBytes = 16 * kRowBytes;
   static_assert(kRows == kBoxColumns && kRows == kStatsRows);
 
   struct alignas(kBoxAlignment) Tile {
-    Piece box[kPieces * kBoxes][kRows][kBoxColumns];
+    Digit box[kDigits * kBoxes][kRows][kBoxColumns];
     // Opaque: the compiler would keep a descriptor of each operand in registers, more than there are.
-    __device__ __forceinline__ unsigned address(int piece, int first_box = 0) const {
-      return opaque(shared_address(box[piece * kBoxes + first_box]));
+    __device__ __forceinline__ unsigned address(int digit, int first_box = 0) const {
+      return opaque(shared_address(box[digit * kBoxes + first_box]));
     }
   };
   struct Stage {
@@ -70,18 +70,18 @@ class BackwardSplitSm90Kernel {
   struct Shared {
     Tile key[kWarpgroups], value[kWarpgroups];
     Stage stage[kStages];
-    alignas(kBoxAlignment) Piece ds[kWarpgroups][kPieces][kRows][kBoxColumns];  // [key][query]
+    alignas(kBoxAlignment) Digit ds[kWarpgroups][kDigits][kRows][kBoxColumns];  // [key][query]
     alignas(16) float row_stats[kStages][kRowStats / kStatsRows][kStatsRows];
     uint64_t keys_full, query_full[kStages], grad_out_full[kStages], query_empty[kStages], grad_out_empty[kStages];
   };
 
-  __device__ __forceinline__ static void run(const BackwardSplitSm90Arguments& arguments, Shared& shared) {
+  __device__ __forceinline__ static void run(const BackwardBf16x2Sm90Arguments& arguments, Shared& shared) {
     const AttentionProblem& problem = arguments.problem;
     const WorkTile tile(problem, tile_coord(problem, arguments.list, blockIdx.x, true, kKeys, problem.visible.right < 0));
     if (problem.query_starts && tile.block == 0)
       clear_key_padding<float, kThreads>(problem, arguments.gradients, tile.batch, tile.head);
     if (tile.block < 0 || tile.block * kKeys >= tile.keys) return;
-    const BackwardSplitSm90Kernel kernel(arguments, tile, shared);
+    const BackwardBf16x2Sm90Kernel kernel(arguments, tile, shared);
     if (threadIdx.x == 0) kernel.init_barriers();
     __syncthreads();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpSize, 0);
@@ -97,10 +97,10 @@ class BackwardSplitSm90Kernel {
  private:
   using Scores = Accumulator<1, kRows / 8>;
   using Grads = Accumulator<1, kHeadDim / 8>;
-  using Operand = unsigned[kPieces][kRowSteps][4];  // weights or dS as a left operand
+  using Operand = unsigned[kDigits][kRowSteps][4];  // weights or dS as a left operand
 
   // ---- what a CTA works on -------------------------------------------------------------------------------------------------
-  const BackwardSplitSm90Arguments& a;
+  const BackwardBf16x2Sm90Arguments& a;
   const AttentionProblem& problem;
   Shared& shared;
   const int batch, kv_grad_head;
@@ -114,8 +114,8 @@ class BackwardSplitSm90Kernel {
   };
   const Blocks blocks;  // those that see any key
 
-  __device__ __forceinline__ BackwardSplitSm90Kernel(const BackwardSplitSm90Arguments& arguments, const WorkTile& tile,
-                                                     Shared& memory)
+  __device__ __forceinline__ BackwardBf16x2Sm90Kernel(const BackwardBf16x2Sm90Arguments& arguments, const WorkTile& tile,
+                                                      Shared& memory)
       : a(arguments),
         problem(arguments.problem),
         shared(memory),
@@ -156,7 +156,7 @@ class BackwardSplitSm90Kernel {
   // ---- loads, by one thread ------------------------------------------------------------------------------------------------
   __device__ __forceinline__ void load(Tile& to, const TmaTensor& from, int head, int64_t row, uint64_t* full) const {
 #pragma unroll
-    for (int box = 0; box < kPieces * kBoxes; ++box)
+    for (int box = 0; box < kDigits * kBoxes; ++box)
       tma_load(to.box[box], from.map, from.at(batch, head, static_cast<int>(row), box), full);
   }
 
@@ -283,7 +283,7 @@ class BackwardSplitSm90Kernel {
     hide(scores, here.block * kRows, key + warpgroup * kRows);
     make_weights(scores, at);
     Operand weights;
-    split(weights, scores);
+    to_digits(weights, scores);
     start_grads(dv, weights, stage.grad_out);
     wgmma_wait<1>();
     fence_registers(flat(dp));
@@ -333,9 +333,9 @@ class BackwardSplitSm90Kernel {
 
   // d = left right^T: S of keys and queries, dP of values and gradients of outputs.
   __device__ __forceinline__ static void start_scores(Scores& d, const Tile& left, const Tile& right) {
-    start_row_products<Piece, kSteps, kRows, kRows, false, false>(d, left.address(kLow), right.address(kLeading));
-    start_row_products<Piece, kSteps, kRows, kRows, true, false>(d, left.address(kLeading), right.address(kLow));
-    start_row_products<Piece, kSteps, kRows, kRows, true>(d, left.address(kLeading), right.address(kLeading));
+    start_row_products<Digit, kSteps, kRows, kRows, false, false>(d, left.address(kLow), right.address(kLeading));
+    start_row_products<Digit, kSteps, kRows, kRows, true, false>(d, left.address(kLeading), right.address(kLow));
+    start_row_products<Digit, kSteps, kRows, kRows, true>(d, left.address(kLeading), right.address(kLeading));
   }
 
   __device__ __forceinline__ float2 row_stat(int stage, int stat, int j) const {
@@ -348,44 +348,44 @@ class BackwardSplitSm90Kernel {
     for (int j = 0; j < kRows / 8; ++j) exp_column(scores, j, a.scale, row_stat(stage, 0, j), row_stat(stage, 1, j));
   }
 
-  // dS = P (dP - delta), where the pieces of P stand for it: its float would take registers.
+  // dS = P (dP - delta), where the digits of P stand for it: its float would take registers.
   __device__ __forceinline__ void make_ds(Operand& ds, Scores& dp, const Operand& weights, int stage) const {
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j) {
       const float2 delta = row_stat(stage, 2, j);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float2 weight = sum_of_pieces(weights[kLeading][j / 2][j % 2 * 2 + half], weights[kLow][j / 2][j % 2 * 2 + half]);
+        const float2 weight = sum_of_digits(weights[kLeading][j / 2][j % 2 * 2 + half], weights[kLow][j / 2][j % 2 * 2 + half]);
         dp[0][j][2 * half] = weight.x * (dp[0][j][2 * half] - delta.x);
         dp[0][j][2 * half + 1] = weight.y * (dp[0][j][2 * half + 1] - delta.y);
       }
     }
-    split(ds, dp);
+    to_digits(ds, dp);
   }
-  __device__ __forceinline__ static float2 sum_of_pieces(unsigned leading, unsigned low) {
+  __device__ __forceinline__ static float2 sum_of_digits(unsigned leading, unsigned low) {
     return {__uint_as_float(leading << 16) + __uint_as_float(low << 16),
             __uint_as_float(leading & 0xffff0000u) + __uint_as_float(low & 0xffff0000u)};
   }
 
-  __device__ __forceinline__ static void split(Operand& to, const Scores& d) {
+  __device__ __forceinline__ static void to_digits(Operand& to, const Scores& d) {
 #pragma unroll
     for (int j = 0; j < kRows / 8; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        unsigned words[kPieces];
-        Fragments<Bf16x2Float>::split(words, d[0][j][2 * half], d[0][j][2 * half + 1]);
+        unsigned words[kDigits];
+        Fragments<Bf16x2Float>::to_digits(words, d[0][j][2 * half], d[0][j][2 * half + 1]);
 #pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece) to[piece][j / 2][j % 2 * 2 + half] = words[piece];
+        for (int digit = 0; digit < kDigits; ++digit) to[digit][j / 2][j % 2 * 2 + half] = words[digit];
       }
   }
 
   // d += left right: dV of weights and gradients of outputs, dK of dS and queries.
   __device__ __forceinline__ static void start_grads(Grads& d, const Operand& left, const Tile& right) {
-    const auto add = [&](int left_piece, int right_piece) {
-      const uint64_t columns = mn_major_descriptor(right.address(right_piece), kRows * kRowBytes);
+    const auto add = [&](int left_digit, int right_digit) {
+      const uint64_t columns = mn_major_descriptor(right.address(right_digit), kRows * kRowBytes);
 #pragma unroll
       for (int step = 0; step < kRowSteps; ++step)
-        Wgmma<Piece, kHeadDim>::template rs<true>(flat(d), left[left_piece][step],
+        Wgmma<Digit, kHeadDim>::template rs<true>(flat(d), left[left_digit][step],
                                                   offset_descriptor(columns, step * kStepBytes), true);
     };
     wgmma_fence();
@@ -398,20 +398,20 @@ class BackwardSplitSm90Kernel {
   __device__ __forceinline__ void store_ds(const Operand& ds, int warpgroup) const {
     const int r = row() + lane() % 16;
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece)
+    for (int digit = 0; digit < kDigits; ++digit)
 #pragma unroll
       for (int step = 0; step < kRowSteps; ++step)
-        stmatrix_x4(ds[piece][step], shared_address(shared.ds[warpgroup][piece]) + swizzle128(r, 2 * step + lane() / 16));
+        stmatrix_x4(ds[digit][step], shared_address(shared.ds[warpgroup][digit]) + swizzle128(r, 2 * step + lane() / 16));
   }
 
   // A box of columns of dQ = dS K, over the warpgroup's keys.
   __device__ __forceinline__ void start_dq(Scores& d, int box, int warpgroup) const {
-    const auto add = [&](int left_piece, int right_piece, bool first) {
-      const uint64_t rows = k_major_descriptor(opaque(shared_address(shared.ds[warpgroup][left_piece]))),
-                     columns = mn_major_descriptor(shared.key[warpgroup].address(right_piece, box), kRows * kRowBytes);
+    const auto add = [&](int left_digit, int right_digit, bool first) {
+      const uint64_t rows = k_major_descriptor(opaque(shared_address(shared.ds[warpgroup][left_digit]))),
+                     columns = mn_major_descriptor(shared.key[warpgroup].address(right_digit, box), kRows * kRowBytes);
 #pragma unroll
       for (int step = 0; step < kRowSteps; ++step)
-        Wgmma<Piece, kBoxColumns>::template ss<true, true>(flat(d), offset_descriptor(rows, step * kStepBytes),
+        Wgmma<Digit, kBoxColumns>::template ss<true, true>(flat(d), offset_descriptor(rows, step * kStepBytes),
                                                            offset_descriptor(columns, step * kStepBytes), !first || step > 0);
     };
     wgmma_fence();
@@ -473,43 +473,43 @@ class BackwardSplitSm90Kernel {
 };
 
 template <int kHeadDim>
-__global__ void __launch_bounds__(BackwardSplitSm90Kernel<kHeadDim>::kThreads, 1)
-    attention_backward_split_sm90(const __grid_constant__ BackwardSplitSm90Arguments arguments) {
+__global__ void __launch_bounds__(BackwardBf16x2Sm90Kernel<kHeadDim>::kThreads, 1)
+    attention_backward_bf16x2_sm90(const __grid_constant__ BackwardBf16x2Sm90Arguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Kernel = BackwardSplitSm90Kernel<kHeadDim>;
+  using Kernel = BackwardBf16x2Sm90Kernel<kHeadDim>;
   extern __shared__ __align__(kBoxAlignment) char shared_boxes[];
   Kernel::run(arguments, *reinterpret_cast<typename Kernel::Shared*>(shared_boxes));
 #endif
 }
 
-// A pass's workspace: that of all backward passes, then the pieces.
+// A pass's workspace: that of all backward passes, then the digits.
 template <int kHeadDim>
-struct BackwardSplitSm90Workspace {
+struct BackwardBf16x2Sm90Workspace {
   BackwardWorkspace space;
-  SplitRowsArguments rows;  // queries, keys, values, gradients of outputs
+  Bf16x2RowsArguments rows;  // queries, keys, values, gradients of outputs
   int64_t bytes;
 
-  BackwardSplitSm90Workspace(const BackwardPass& pass, void* workspace)
+  BackwardBf16x2Sm90Workspace(const BackwardPass& pass, void* workspace)
       : space(pass.problem, pass.gradients, kHeadDim, true, 0, workspace) {
     const AttentionProblem& p = pass.problem;
     const bool packed = p.query_starts != nullptr;
     const int64_t batch = packed ? 1 : p.batch, queries = packed ? p.total_queries : p.queries,
                   keys = packed ? p.total_keys : p.keys;
     const auto tensor = [&](const ConstView4& from, int64_t heads, int64_t count, int64_t columns) {
-      return SplitTensor{.from = from, .batch = batch, .heads = heads, .rows = count, .columns = columns};
+      return Bf16x2Tensor{.from = from, .batch = batch, .heads = heads, .rows = count, .columns = columns};
     };
     rows = {tensor(p.query, p.heads, queries, p.head_dim), tensor(p.key, p.key_heads, keys, p.head_dim),
             tensor(p.value, p.value_heads, keys, p.head_dim_v),
             tensor(pass.gradients.grad_out, p.heads, queries, p.head_dim_v)};
     ScratchAllocator scratch(workspace);
     scratch.take<std::byte>(space.bytes);
-    for (SplitTensor& t : rows.tensor) t.pieces = scratch.take<__nv_bfloat16>(SplitRows<kHeadDim>::elements(t));
+    for (Bf16x2Tensor& t : rows.tensor) t.digits = scratch.take<__nv_bfloat16>(Bf16x2Rows<kHeadDim>::elements(t));
     bytes = scratch.bytes();
   }
 };
 
 template <int kHeadDim>
-const char* AttentionBackwardSplitSm90<kHeadDim>::refusal(const BackwardPass& pass, const Gpu& gpu) {
+const char* AttentionBackwardBf16x2Sm90<kHeadDim>::refusal(const BackwardPass& pass, const Gpu& gpu) {
   const AttentionProblem& p = pass.problem;
   const int64_t queries = p.query_starts ? p.total_queries : p.queries, keys = p.query_starts ? p.total_keys : p.keys;
   if (gpu.major != 9) return "the GPU's compute capability is not 9.0";
@@ -523,21 +523,21 @@ const char* AttentionBackwardSplitSm90<kHeadDim>::refusal(const BackwardPass& pa
 }
 
 template <int kHeadDim>
-int64_t AttentionBackwardSplitSm90<kHeadDim>::workspace_bytes(const BackwardPass& pass) {
-  return BackwardSplitSm90Workspace<kHeadDim>(pass, nullptr).bytes;
+int64_t AttentionBackwardBf16x2Sm90<kHeadDim>::workspace_bytes(const BackwardPass& pass) {
+  return BackwardBf16x2Sm90Workspace<kHeadDim>(pass, nullptr).bytes;
 }
 
 template <int kHeadDim>
-void AttentionBackwardSplitSm90<kHeadDim>::run(const BackwardPass& pass, void* workspace, CUstream_st* stream) {
-  using Kernel = BackwardSplitSm90Kernel<kHeadDim>;
-  using Rows = SplitRows<kHeadDim>;
+void AttentionBackwardBf16x2Sm90<kHeadDim>::run(const BackwardPass& pass, void* workspace, CUstream_st* stream) {
+  using Kernel = BackwardBf16x2Sm90Kernel<kHeadDim>;
+  using Rows = Bf16x2Rows<kHeadDim>;
   const AttentionProblem& problem = pass.problem;
   const AttentionGradients& gradients = pass.gradients;
-  const BackwardSplitSm90Workspace<kHeadDim> work(pass, workspace);
+  const BackwardBf16x2Sm90Workspace<kHeadDim> work(pass, workspace);
   const auto& [query, key, value, grad_out] = work.rows.tensor;
-  launch_split_rows<kHeadDim>(work.rows, stream);
+  launch_bf16x2_rows<kHeadDim>(work.rows, stream);
   prepare_backward(problem, gradients, work.space, stream);
-  const BackwardSplitSm90Arguments arguments{
+  const BackwardBf16x2Sm90Arguments arguments{
       .query = Rows::tma_tensor(query, problem, Kernel::kRows),
       .key = Rows::tma_tensor(key, problem, Kernel::kRows),
       .value = Rows::tma_tensor(value, problem, Kernel::kRows),
@@ -547,10 +547,10 @@ void AttentionBackwardSplitSm90<kHeadDim>::run(const BackwardPass& pass, void* w
       .space = work.space,
       .list = TileList::of(problem, true, gradients.kv_grad_heads, Kernel::kKeys).by_length(problem.visible, sm_count()),
       .scale = ScoreMod(problem).scale};
-  launch<attention_backward_split_sm90<kHeadDim>>(arguments, arguments.list.count(), Kernel::kThreads,
-                                                  static_cast<int>(sizeof(typename Kernel::Shared)), stream);
+  launch<attention_backward_bf16x2_sm90<kHeadDim>>(arguments, arguments.list.count(), Kernel::kThreads,
+                                                   static_cast<int>(sizeof(typename Kernel::Shared)), stream);
   convert_dq_accum(problem, gradients, work.space, stream);
-  if (gradients.grad_sinks) reduce_sink_parts(problem, gradients, work.space, stream);
+  if (gradients.grad_sinks) reduce_sink_partials(problem, gradients, work.space, stream);
   add_large_rows(problem, gradients, work.space, stream);
 }
 

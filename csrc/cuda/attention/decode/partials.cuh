@@ -1,4 +1,4 @@
-// The partial results of items that the shares of CTAs cut. A share has at most two such parts: one of an item that began
+// The partial results of items that the shares of CTAs cut. A share has at most two of them: one of an item that began
 // before it, and one of an item that ends after it. So the workspace grows with the number of CTAs, not with the problem.
 #pragma once
 
@@ -7,26 +7,26 @@
 
 namespace flash_online::cuda {
 
-struct DecodeParts {
+struct DecodePartials {
   float* data = nullptr;
-  int rows = 0, pitch = 0;  // per part; floats per row: its outputs and, in the last two, maximum and sum
+  int rows = 0, pitch = 0;  // per partial; floats per row: its outputs and, in the last two, maximum and sum
 
-  static DecodeParts of(const AttentionProblem& problem, const DecodeShape& shape) {
+  static DecodePartials of(const AttentionProblem& problem, const DecodeShape& shape) {
     return {nullptr, shape.tile_rows, round_up(static_cast<int>(problem.head_dim_v), 4) + 4};
   }
   int64_t bytes(int64_t ctas) const { return ctas * 2 * rows * pitch * static_cast<int64_t>(sizeof(float)); }
 
   __device__ __forceinline__ int size() const { return rows * pitch; }
-  // The first row of the part of an item that begins in the share of `cta`, or began before.
-  __device__ __forceinline__ float* part(int cta, bool begins_item) const {
+  // The first row of the partial that `cta` leaves of an item that begins in its share, or that began before.
+  __device__ __forceinline__ float* partial(int cta, bool begins_item) const {
     return data + int64_t{2 * cta + (begins_item ? 1 : 0)} * size();
   }
 };
 
-// Merges the parts that the shares of `ctas` CTAs, or as many for each of those that go abreast, cut items into. Parts
+// Merges the partials that the shares of `ctas` CTAs, or as many for each of those that go abreast, cut items into. Partials
 // of the first of these lie before those of the second one.
-void merge_parts(const AttentionProblem& problem, const DecodeShape& shape, const DecodeParts& parts, int ctas,
-                 CUstream_st* stream);
+void merge_partials(const AttentionProblem& problem, const DecodeShape& shape, const DecodePartials& partials, int ctas,
+                    CUstream_st* stream);
 
 // Clears the packed rows that have no result: out is 0 there, lse is -inf. All CTAs take turns.
 template <class Element>
