@@ -23,6 +23,7 @@
 #undef __launch_bounds__
 #undef __grid_constant__
 #undef __forceinline__
+#undef __noinline__
 #define __device__
 #define __host__
 #define __global__
@@ -30,6 +31,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __forceinline__ inline
+#define __noinline__
 
 using std::max;
 using std::min;
