@@ -56,6 +56,8 @@ __device__ __forceinline__ RowState resolve_infinity(const Row& row, RowState st
   return state;
 }
 
+static_assert(kRowVectorBytes == kVectorBytes);
+
 // The operator as choice.h knows it.
 template <class Op>
 constexpr RowOperators row_operator() {
