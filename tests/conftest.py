@@ -13,6 +13,30 @@ from devices import why_no_cuda
 import flash_online
 from flash_online import _policy
 
+# torch.manual_seed() also queues the seed for each kind of device that is not there, with a stack trace that takes a millisecond.
+for kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not kind.is_available():
+        kind.manual_seed_all = lambda seed: None
+
+
+def pytest_itemcollected(item):
+    """Of a test with the marker `thin(n)` one cell in n of its grid stays quick on the CPU, and the other cells are slow.
+
+    The quick cells lie on diagonals of the grid. A parameter keeps all its values if the sizes of the other parameters, less one
+    each, sum to n - 1 or more.
+    """
+    thin = item.get_closest_marker("thin")
+    if thin and not item.get_closest_marker("gpu"):
+        if sum(place_of(item, *mark.args) for mark in item.iter_markers("parametrize")) % thin.args[0]:
+            item.add_marker(pytest.mark.slow)
+
+
+def place_of(item, names, values):
+    """The index of a test's parameters among the values of one @parametrize."""
+    name, *others = names.split(",")
+    firsts = (v.values[0] if isinstance(v, type(pytest.param())) else v[0] if others else v for v in values)
+    return next(i for i, first in enumerate(firsts) if first is item.callspec.params[name])
+
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):

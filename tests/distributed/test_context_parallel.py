@@ -28,8 +28,9 @@ def test_checks_on(ranks):
         assert [line for line in said.splitlines() if line.startswith("ok ")] == [f"ok {name}" for name in checks]
 
 
-def test_a_dead_rank_ends_the_others():
-    run_on_ranks(PROGRAM, "dead", ranks=2)
+def test_two_ranks_agree_until_one_is_dead():
+    """One start of two processes costs more than both checks."""
+    run_on_ranks(PROGRAM, "check_shapes", "dead", ranks=2)
 
 
 def test_without_a_process_group():

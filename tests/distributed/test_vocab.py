@@ -11,7 +11,8 @@ from ranks import run_on_ranks
 from flash_online.distributed import vocab_parallel_linear_cross_entropy
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_on_ranks(ranks):
     assert all("all agree" in said for said in run_on_ranks(Path(__file__).with_name("vocab_ranks.py"), ranks=ranks))
 

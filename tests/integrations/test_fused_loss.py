@@ -345,6 +345,7 @@ def test_generate_after_training():
     assert torch.equal(model.eval().generate(tokens, **options), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_compiles_without_a_break(name):
     model, inputs = made(name), batch() | {"use_cache": False}
@@ -360,6 +361,7 @@ def test_compiles_without_a_break(name):
     assert isinstance(model.lm_head, nn.Linear)
 
 
+@pytest.mark.slow
 def test_fsdp2_on_two_ranks():
     program = Path(__file__).with_name("fused_loss_ranks.py")
     assert all("all agree" in said for said in run_on_ranks(program))

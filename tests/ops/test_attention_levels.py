@@ -49,6 +49,7 @@ def levels(dtype: torch.dtype):
         yield from ({"options": {"scale": sign * scale}} | wanted for sign in (1, -0.3))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_levels_of_scores(dtype, option, device):

@@ -541,6 +541,7 @@ DERIVED = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("options", DERIVED.values(), ids=DERIVED.keys())
 def test_first_and_second_derivatives(options, soft, monkeypatch):
@@ -587,6 +588,7 @@ def test_torch_func():
 # --- torch.compile, export, override, explain --------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("options", DERIVED.values(), ids=DERIVED.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, DOUBLE], ids=str)

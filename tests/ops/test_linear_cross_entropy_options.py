@@ -255,6 +255,7 @@ DERIVED = {
 derived = pytest.mark.parametrize("options", DERIVED.values(), ids=DERIVED.keys())
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("soft", [False, True])
 @derived
 def test_first_and_second_derivatives(options, soft, monkeypatch):
@@ -288,6 +289,7 @@ def test_torch_func():
     assert torch.equal(argmax, torch.stack([scalar(reference, return_argmax=True)(x, w)[1] for x in batch]))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @derived
 @pytest.mark.parametrize("dtype", [torch.bfloat16, DOUBLE], ids=str)

@@ -111,6 +111,7 @@ def test_links_lead_somewhere():
     assert not dead, "\n".join(dead)
 
 
+@pytest.mark.slow
 def test_the_serving_loop_makes_the_texts_of_generate():
     pytest.importorskip("transformers")
     done = subprocess.run([sys.executable, ROOT / "examples" / "serving_loop.py"], capture_output=True, text=True)

@@ -260,6 +260,7 @@ def test_names_and_homes():
     later = None
 
 
+@pytest.mark.slow
 def test_context_parallel_on_two_ranks():
     """The real one, by gloo: the wrong order raises, the right one is right, and its wrapper survives disable()."""
     printed = run_on_ranks(Path(__file__).with_name("context_parallel_ranks.py"))

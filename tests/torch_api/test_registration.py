@@ -203,18 +203,27 @@ def test_every_operator_is_checked_here():
     assert {op._qualified_op_name.split("::")[1] for op, _ in calls(torch.float32, "contiguous")} == names()
 
 
+def calls_of(name, dtype, layout):
+    found = [call for call in calls(dtype, layout) if call[0]._qualified_op_name == f"flash_online::{name}"]
+    assert found, f"no call of {name} in {dtype}, {layout}"
+    return found
+
+
 @pytest.mark.parametrize("name", sorted(names()))
 def test_opcheck(name):
-    """torch's own checks. The schema's (nothing is written, nothing aliases) on every layout, tracing on one."""
+    """torch's own checks but for tracing: nothing is written, nothing aliases, fakes are right."""
     for dtype in DTYPES:
         for layout in LAYOUTS:
-            checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
-            if dtype == torch.float32 and layout == "transposed":
-                checks.append("test_aot_dispatch_dynamic")
-            mine = [call for call in calls(dtype, layout) if call[0]._qualified_op_name == f"flash_online::{name}"]
-            assert mine, f"no call of {name} in {dtype}, {layout}"
-            for op, arguments in mine:
+            for op, arguments in calls_of(name, dtype, layout):
+                checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
                 torch.library.opcheck(op.default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("count", [pytest.param(1, id="one call"), pytest.param(None, id="all calls", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", sorted(names()))
+def test_opcheck_of_tracing(name, count):
+    for op, arguments in calls_of(name, torch.float32, "transposed")[:count]:
+        torch.library.opcheck(op.default, arguments, test_utils="test_aot_dispatch_dynamic")
 
 
 def is_floating(value):
@@ -237,6 +246,7 @@ def metadata(results):
     return [(t.dtype, tuple(t.shape), t.stride()) for t in tree_leaves(results) if t is not None]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fakes_have_the_results_strides(dtype, layout):
@@ -412,6 +422,7 @@ def results_and_gradients(function, leaves):
     return *results, *torch.autograd.grad(floating, leaves, [torch.ones_like(t) for t in floating], allow_unused=True)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compile(name, dynamic):

@@ -149,6 +149,7 @@ def sizes_of(fixed):
     return [SIZES, *({**sizes, **{c: SIZES[c] for c in fixed}} for sizes in OTHERS)]
 
 
+@pytest.mark.thin(2)
 @WIDTH_TOO
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("call, ours, theirs, kinds", [*dynamic_cases()])
@@ -167,6 +168,7 @@ def test_export_leaves_every_dimension_open(call, ours, theirs, kinds, strict, f
             torch.testing.assert_close(found, right)
 
 
+@pytest.mark.thin(2)
 @WIDTH_TOO
 @pytest.mark.parametrize("call, ours, theirs, kinds", [*dynamic_cases()])
 def test_compile_makes_one_graph_for_all_sizes(call, ours, theirs, kinds, fixed, ours_alone):

@@ -45,6 +45,7 @@ def problem(heads: int, length: int, head_dim: int, large: float = 1.0):
     return query * large, key, value
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads, length, head_dim", [(2, 128, 64), (1, 384, 64), (1, 384, 128)])
 @pytest.mark.parametrize("organisation", ["v1", "v1, striped", "v2, warps by keys", "v2"])

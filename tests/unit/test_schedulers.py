@@ -75,6 +75,7 @@ def schedule_of(run, *, batch, heads, queries, keys, window, offset, tile_rows, 
     return run("dense_schedule", *arguments, rows=1)[0]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("batch, heads, group", [(1, 1, 1), (3, 2, 1), (2, 12, 4), (1, 64, 8), (5, 6, 6)])
 @pytest.mark.parametrize("queries, keys", [(1, 1), (129, 4000), (1000, 1000), (4096, 4097)])
