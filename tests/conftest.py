@@ -13,7 +13,8 @@ from devices import why_no_cuda
 import flash_online
 from flash_online import _policy
 
-# torch.manual_seed() also queues the seed for each kind of device that is not there, with a stack trace that takes a millisecond.
+# torch.manual_seed() also queues the seed for each kind of device that is not there, with a stack trace that takes a
+# millisecond.
 for kind in (torch.cuda, torch.xpu, torch.mtia):
     if not kind.is_available():
         kind.manual_seed_all = lambda seed: None
@@ -22,8 +23,8 @@ for kind in (torch.cuda, torch.xpu, torch.mtia):
 def pytest_itemcollected(item):
     """Of a test with the marker `thin(n)` one cell in n of its grid stays quick on the CPU, and the other cells are slow.
 
-    The quick cells lie on diagonals of the grid. A parameter keeps all its values if the sizes of the other parameters, less one
-    each, sum to n - 1 or more.
+    The quick cells lie on diagonals of the grid. A parameter keeps all its values if the sizes of the other parameters, less
+    one each, sum to n - 1 or more.
     """
     thin = item.get_closest_marker("thin")
     if thin and not item.get_closest_marker("gpu"):
