@@ -24,7 +24,7 @@ def made(*shape, dtype=torch.bfloat16, grad=False, device):
 
 
 # Whole tiles of every size, for the kernels that want aligned rows of many; ragged ends, and more than one tile of each.
-@pytest.mark.thin(4)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 80, 96, 128, 160, 192, 256, 264, 512])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "alignment": "lower_right"}, {"window": (100, 20)}])
@@ -58,6 +58,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("pair", [(a, b) for i, a in enumerate(PAIRS) for b in list(PAIRS)[i + 1 :]], ids="-".join)
 def test_options_in_pairs(pair, dtype, device):

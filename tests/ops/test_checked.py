@@ -267,7 +267,7 @@ def test_blocks_nest_and_end():
     call()
 
 
-@pytest.mark.parametrize("value, raises", [("1", True), ("0", False), ("", False)])
+@pytest.mark.parametrize("value, raises", [("1", True), ("0", False), pytest.param("", False, marks=pytest.mark.slow)])
 def test_the_environment_is_read_on_import(value, raises):
     program = (
         "import torch, flash_online\n"

@@ -153,9 +153,9 @@ def test_losses_repeat_for_any_number_of_threads():
 # aligned to 16 bytes; the longest row kept in registers or shared memory, and the first split row.
 ROW_LENGTHS = [1, 3, 64, 65, 127, 130, 256, 257, 513, 1024, 1031, 2048, 2049, 4099]
 ROW_LENGTHS += [8192, 8195, 16384, 16390, 32771, 65537, 131073]
-ROW_LENGTHS += [8192, 8195, 16384, 16390, 32771, 65537, 131073]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", NARROW_DTYPES, ids=str)
 @pytest.mark.parametrize("classes", ROW_LENGTHS)
 def test_lengths_of_rows(classes, dtype, device):

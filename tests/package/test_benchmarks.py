@@ -548,6 +548,7 @@ def test_a_wrong_case_is_reported_and_the_others_are_measured(modules, tmp_path,
 # --- Records ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_quick_run_of_row_functions_and_its_record(tmp_path):
     record = record_of(tmp_path, "rows", "--device", "cpu", *QUICK)
     facts = "schema device commit package threads instruction_set memory load_at_start load_at_end noise".split()
@@ -640,6 +641,7 @@ def test_a_command_line_that_does_not_fit_is_refused(arguments, says):
     assert done.returncode == 2 and says in done.stderr and not (REPOSITORY / "x.json").exists()
 
 
+@pytest.mark.slow
 @WITH_NVCC
 def test_the_papers_kernels_are_built_once_for_their_sources(modules, monkeypatch, tmp_path):
     nvcc, sources = modules["nvcc"], modules["paper.build"].SOURCES
@@ -736,6 +738,7 @@ def test_the_page_of_scaling_has_its_tables(modules):
     assert modules["scaling"].tables() in page
 
 
+@pytest.mark.slow
 def test_one_command_draws_every_figure(modules, tmp_path):
     """Each figure that the docs show, under its name."""
     pytest.importorskip("matplotlib")

@@ -268,6 +268,7 @@ def test_demo_writes_its_files_and_reports_disagreement(capsys, monkeypatch, tmp
     assert len(numbers["losses"]["torch"]) == len(numbers["losses"]["flash_online"]) == 3
 
 
+@pytest.mark.slow
 def test_demo_trains_as_long_as_it_may(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("tqdm")
@@ -283,6 +284,7 @@ def test_demo_trains_as_long_as_it_may(capsys, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_bench_hands_its_arguments_on():
     pytest.importorskip("tqdm")
     command = [sys.executable, "-m", "flash_online", "bench", "rows", "--device", "cpu", "--list", "--cases", "topk_softmax"]

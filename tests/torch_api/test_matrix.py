@@ -18,6 +18,7 @@ import traceback
 import pytest
 import torch
 from derivative_cases import CASES
+from devices import why_no_cuda
 from transforms import INSIDE, OTHER_SIZES, TRANSFORMS, WAYS, results_of
 
 from flash_online.testing import allowed_error, assert_close_to_float64, error
@@ -116,10 +117,11 @@ KEEP_SIZES = {"gradient", "func.grad", "func.vjp", "vmap", "double backward"}
 NARROW_WAYS = {"eager", "make_fx"}
 
 # One usual cell in so many is quick on the CPU, along diagonals: each case goes by each cheap way, under other transforms.
-QUICK = 4
+QUICK = 6
 
 DEVICES = [("cpu", torch.float32)]
-DEVICES += [("cuda", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+if why_no_cuda() is None:
+    DEVICES += [("cuda", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
 
 
 def cells():

@@ -507,7 +507,10 @@ assert all(getattr(TF, n) is f for n, f in torchs.items())
 """
 
 
-@pytest.mark.parametrize("module", ["flash_online", "flash_online.functional", "flash_online.override"])
+SLOW_RELOADS = [pytest.param(name, marks=pytest.mark.slow) for name in ("flash_online", "flash_online.override")]
+
+
+@pytest.mark.parametrize("module", ["flash_online.functional", *SLOW_RELOADS])
 def test_reload_while_enabled(module):
     program = RELOAD.replace("MODULE", module)
     result = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", program], capture_output=True, text=True)
