@@ -422,7 +422,7 @@ def results_and_gradients(function, leaves):
     return *results, *torch.autograd.grad(floating, leaves, [torch.ones_like(t) for t in floating], allow_unused=True)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compile(name, dynamic):
