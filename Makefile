@@ -6,7 +6,7 @@ WORKERS ?= 2
 .PHONY: demo test bench tables docs lint house sass sanitize wheel
 
 demo: .venv/built ; .venv/bin/python -m flash_online demo $(ARGS)
-test: .venv/built ; .venv/bin/python -m pytest --timeout 300 -n $(WORKERS) --dist worksteal $(or $(ARGS),-m "not slow")
+test: .venv/built ; .venv/bin/python -m pytest --timeout 300 -n $(WORKERS) --dist worksteal $(or $(ARGS),-m "not slow and not nightly")
 bench: .venv/built ; .venv/bin/python -m flash_online bench $(or $(ARGS),rows)
 tables: .venv/built ; .venv/bin/python -m flash_online bench docs && .venv/bin/python docs/api_page.py
 # The pages as a site, in build/docs; a link that leads nowhere is an error. It takes Python 3.11.5 or newer.

@@ -37,7 +37,11 @@ KNOWN = [
     (r"draw_weights<", 4, "a function that is not inlined"),
     (r"merge(_shares)?<", 108, "64 registers per thread, up to 16 rows of partials at once"),
     (r"multi_cta_kernel<|partial_kernel<", 88, "48 registers per thread, so that five CTAs are resident"),
+    (r"register_kernel<ProbabilityLossBackward, ", 116, "two tensors of four vectors in 64 registers per thread"),
     (r"register_kernel<", 44, "64 registers per thread: docs/design/rows.md"),
+    (r"(block|shared)_kernel<ProbabilityLossBackward, ", 124, "two tensors in 64 registers per thread"),
+    (r"(block|shared)_kernel<IndexLoss", 56, "16-bit logits with a target per row in 64 registers per thread"),
+    (r"finish_kernel<IndexLoss<true>, ", 4, "32 registers per thread"),
 ]  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""This program runs the checks that test_context_parallel.py names, on two and on four ranks: functions of the three files
-beside it that begin with `check_`, or `dead`. It prints "ok" and the name of each on every rank."""
+"""This program runs the checks that test_context_parallel_attention.py names, on two and on four ranks: functions of the three
+files next to it that begin with `check_`, or `dead`. It prints "ok" and the name of each on every rank."""
 
 from __future__ import annotations
 

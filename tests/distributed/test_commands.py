@@ -43,7 +43,7 @@ def test_check_finds_what_is_wrong(monkeypatch, capsys):
     assert "WRONG  causal, ulysses, zigzag: rank 0: out, dquery, dkey, dvalue" in lines
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bench(tmp_path):
     pytest.importorskip("tqdm")
     if not (ROOT / "benchmarks" / "run.py").is_file():
@@ -58,7 +58,7 @@ def test_bench(tmp_path):
         assert all(0 < entry["best_ms"] <= entry["ms"] for entry in result["providers"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_of_long_context(tmp_path):
     """Context parallelism and FSDP2 have the losses of one rank."""
     pytest.importorskip("transformers")

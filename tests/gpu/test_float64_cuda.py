@@ -55,7 +55,7 @@ def test_random_packed_attention(number):
 
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_at_the_edges_of_the_backward_kernels(name, head_dims):
+def test_attention_options_at_the_edges_of_the_backward_kernels(name, head_dims):
     number = list(OPTIONS).index(name) * len(HEAD_DIMS) + HEAD_DIMS.index(head_dims)
     choose = random.Random(number)
     options = OPTIONS[name] | choose.choice([{}, {"dropout_p": 0.3}])
@@ -67,7 +67,7 @@ def test_options_at_the_edges_of_the_backward_kernels(name, head_dims):
 
 
 @pytest.mark.parametrize("width", [64, 128, 160])
-def test_weights_of_any_size(width):
+def test_attention_weights_of_any_size(width):
     """The gradient of a value is its weight: down to e to the power of -707, and 0 below that of -708."""
     bias = torch.cat((-torch.arange(0, 708, 0.9), torch.tensor([-720.0, -800, -1e6, -1e300, -torch.inf]))).to("cuda", DOUBLE)
     q, k, v = (torch.zeros(1, 1, n, width, dtype=DOUBLE, device="cuda") for n in (1, len(bias), len(bias)))
@@ -77,7 +77,7 @@ def test_weights_of_any_size(width):
 
 
 @pytest.mark.parametrize("width", [64, 128, 160])
-def test_nan_and_infinity_reach_the_gradients(width):
+def test_nan_and_infinity_reach_the_gradients_of_attention(width):
     q, k, v = (torch.randn(1, 1, 70, width, dtype=DOUBLE, device="cuda", requires_grad=True) for _ in range(3))
     for bad in (torch.nan, torch.inf):
         bias = torch.zeros(70, 70, dtype=DOUBLE, device="cuda")
@@ -88,7 +88,7 @@ def test_nan_and_infinity_reach_the_gradients(width):
 
 
 @pytest.mark.parametrize("mask", [torch.float32, DOUBLE], ids=str)
-def test_hidden_by_the_lowest_number(mask):
+def test_attention_hidden_by_the_lowest_number(mask):
     """A row that sees nothing but keys hidden by the mask's lowest number attends to all of them alike."""
     q, k, v = (torch.randn(1, 2, n, 40, dtype=DOUBLE, device="cuda") for n in (33, 70, 70))
     bias = torch.full((33, 70), torch.finfo(mask).min, dtype=mask, device="cuda")
@@ -97,7 +97,7 @@ def test_hidden_by_the_lowest_number(mask):
 
 
 @pytest.mark.parametrize("width", [40, 64, 72, 128, 160])
-def test_gradients_repeat_bit_for_bit(width):
+def test_attention_gradients_repeat_bit_for_bit(width):
     q, k, v = (torch.randn(2, h, 300, width, dtype=DOUBLE, device="cuda", requires_grad=True) for h in (4, 2, 2))
     bias = torch.randn(300, 300, dtype=DOUBLE, device="cuda", requires_grad=True)
     runs = [
@@ -107,7 +107,7 @@ def test_gradients_repeat_bit_for_bit(width):
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
-def test_memory_is_linear():
+def test_attention_memory_is_linear():
     q, k, v = (torch.randn(1, 2, 8192, 64, dtype=DOUBLE, device="cuda", requires_grad=True) for _ in range(3))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -120,7 +120,7 @@ ROW_SHAPES += [((70, 40), 0), ((2, 3, 700), 1), ((4, 1000, 33), 1), ((2, 70_001)
 
 
 @pytest.mark.parametrize("shape, dim", ROW_SHAPES, ids=str)
-def test_rows(shape, dim):
+def test_softmax_logsumexp_and_topk(shape, dim):
     x = torch.randn(shape, dtype=DOUBLE, device="cuda").mul(5).requires_grad_()
     for name in ("softmax", "log_softmax", "logsumexp"):
         compare_with_reference(name, x, dim)

@@ -33,7 +33,7 @@ LONG = [262143, 524288, 524299, 1_000_003]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("classes", LONG)
-def test_long_rows(classes, dtype):
+def test_softmax_and_cross_entropy_of_long_rows(classes, dtype):
     x = gpu(2, classes, dtype=dtype)
     compare_logsumexp(x, 1)
     compare_loss(x, random_targets(x), reduction="none")
@@ -53,7 +53,7 @@ def test_long_rows(classes, dtype):
         assert_close_to_float64(gradients([out], [y], [grad])[0], theirs, exact, name=f"gradient of {function.__name__}")
 
 
-def test_target_out_of_range_is_a_device_assert():
+def test_cross_entropy_target_out_of_range_is_a_device_assert():
     program = (
         "import torch, flash_online\n"
         "x = torch.randn(4, 10, device='cuda')\n"
@@ -65,7 +65,7 @@ def test_target_out_of_range_is_a_device_assert():
 
 
 @pytest.mark.parametrize("classes", [33, 4000, 20000])
-def test_zeros_are_equal(classes):
+def test_topk_zeros_are_equal(classes):
     """-0 and 0 are found in the order of their indices."""
     x = torch.full((1, classes), -1.0, device="cuda")
     x[0, 5:25] = torch.tensor([-0.0, 0.0], device="cuda").repeat(10)
@@ -74,7 +74,7 @@ def test_zeros_are_equal(classes):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, classes", [(700, 40000), (500, 70001), (150, 200_000)], ids=str)
-def test_more_rows_than_room(rows, classes, dtype):
+def test_softmax_and_cross_entropy_of_more_rows_than_room(rows, classes, dtype):
     """A cluster that takes several rows one after another gives each the result that it has alone; aligned and unaligned rows
     alternate."""
     x, grad, target = gpu(rows, classes, dtype=dtype), gpu(rows, classes, dtype=dtype), torch.arange(rows, device="cuda")
@@ -109,7 +109,7 @@ def test_cuda_graph(function, classes):
 
 
 @pytest.mark.parametrize("shape", [(4, 9), (3, 2000), (9000, 3)], ids=str)
-def test_opcheck(shape):
+def test_cross_entropy_and_logsumexp_opcheck(shape):
     ops, x = torch.ops.flash_online, gpu(*shape, dtype=torch.bfloat16)
     target = random_targets(x)
     torch.library.opcheck(ops.logsumexp_forward.default, (x, 1))
@@ -124,7 +124,7 @@ def test_opcheck(shape):
     torch.library.opcheck(ops.cross_entropy_loss_backward.default, (grad, numbers, x, target, None, -100, 0.1))
 
 
-def test_more_elements_than_31_bits_count():
+def test_cross_entropy_of_more_elements_than_31_bits_count():
     shape = ((1 << 21) + 3, 1025)
     if torch.cuda.mem_get_info()[0] < 4 * math.prod(shape) * 2:
         pytest.skip("needs more free GPU memory")

@@ -217,7 +217,7 @@ def test_dropout():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @named(MODELS)
 def test_compiled_models(spec):
     """One graph without a break, with and without padding; results as without torch.compile."""

@@ -95,7 +95,7 @@ def test_the_host_is_asked_through_one_wrapper(monkeypatch):
         Own._from_config(transformers.LlamaConfig(num_hidden_layers=1), attn_implementation="another_name_of_ours")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_type_is_equal_to_eager_or_refused():
     """Some 420 types in a minute and a half of one core; what cannot be built tiny is listed by `transformers_zoo.py`."""
     found = collections.defaultdict(list)

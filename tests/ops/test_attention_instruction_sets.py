@@ -15,6 +15,6 @@ TESTS = "test_options or test_block_edges or test_several_spans or test_widths o
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])
 def test_gradients(instruction_set):
     skip_unless_lesser(instruction_set)
-    names = ("attention", "attention_digits", "mask_extremes", "varlen")
+    names = ("attention", "attention_digits", "attention_mask_extremes", "varlen")
     files = [Path(__file__).with_name(f"test_{name}.py") for name in names]
     run_tests(instruction_set, "-x", "-m", "not gpu", *files, "-k", f"{TESTS} or digits or extremes")

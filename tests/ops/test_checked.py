@@ -209,7 +209,7 @@ def test_nothing_is_written_by_a_call_that_is_refused():
     assert all(torch.equal(cache, CACHE) for cache in caches)
 
 
-def test_targets_are_an_index_error_as_in_torch():
+def test_cross_entropy_targets_are_an_index_error_as_in_torch():
     with flash_online.checked(), pytest.raises(IndexError, match="^target: .*got 5: 1 of 3 are out of bounds"):
         F.cross_entropy(LOGITS, torch.tensor([0, 5, 4]))
 

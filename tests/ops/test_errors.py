@@ -297,7 +297,7 @@ def test_own_errors_are_of_both_kinds(device):
             call()
 
 
-def test_a_target_out_of_range_is_an_index_error():
+def test_cross_entropy_target_out_of_range_is_an_index_error():
     with pytest.raises(IndexError):
         flash_online.cross_entropy(torch.randn(3, 6), torch.tensor([9, 1, 2]))
 

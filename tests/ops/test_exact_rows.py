@@ -39,7 +39,7 @@ def strided(x):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (400, 1), (3, 1, 257)])
-def test_one_class(device, dtype, shape):
+def test_softmax_of_one_class(device, dtype, shape):
     dim = 1 if len(shape) > 1 else 0
     x = scores(shape, dtype, device).requires_grad_()
     g = torch.randn(shape, dtype=torch.float64).to(device, dtype)
@@ -86,7 +86,7 @@ def test_cross_entropy_of_one_class(device, dtype, smoothing, weighted, soft, sh
 @pytest.mark.parametrize("others", ["far", "-inf"])
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
 @pytest.mark.parametrize("classes", LENGTHS)
-def test_peaked_rows(device, dtype, others, layout, classes):
+def test_softmax_and_cross_entropy_of_peaked_rows(device, dtype, others, layout, classes):
     """One probability is 1 and the others are 0; losses against it and their gradients are 0."""
     x, at = peaked(33 if classes < 10_000 else 3, classes, dtype, device, others)
     top = x.gather(1, at[:, None])
@@ -118,7 +118,7 @@ def test_peaked_rows(device, dtype, others, layout, classes):
 
 @pytest.mark.parametrize("dtype", SINGLE)
 @pytest.mark.parametrize("classes", [2, 8, 64, 1024, 4096, 65_536])
-def test_equal_scores(device, dtype, classes):
+def test_softmax_of_equal_scores(device, dtype, classes):
     """A power of 2 of equal scores: every probability is a power of 2 as well."""
     x = scores((9, 1), dtype, device).expand(9, classes).contiguous()
     assert (flash_online.softmax(x, 1, dtype=torch.float32) == 1 / classes).all()

@@ -41,7 +41,7 @@ def test_attention_is_linear(options, dropout_p):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2048), (1, 1, 2048, 1), (1, 2, 1, 2048)], ids=str)
-def test_mask_gradient_needs_the_size_of_the_mask(shape):
+def test_attention_mask_gradient_needs_the_size_of_the_mask(shape):
     inputs = attention_inputs(2048, requires_grad=False)
     mask = torch.randn(shape, requires_grad=True)
 
@@ -54,7 +54,7 @@ def test_mask_gradient_needs_the_size_of_the_mask(shape):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1024, 1024), (1, 8, 1024, 1024)], ids=str)
-def test_a_large_bias_needs_no_square_for_each_head(shape):
+def test_attention_with_a_large_bias_needs_no_square_for_each_head(shape):
     """A gradient that heads share is summed in one buffer of its size; one of each head's own is written at once."""
     inputs = attention_inputs(1024, heads=8, requires_grad=False)
     mask = torch.randn(shape, requires_grad=True)
@@ -68,7 +68,7 @@ def test_a_large_bias_needs_no_square_for_each_head(shape):
     assert squares < (4 if shape[1] == 1 else 10), "a square of scores for each head would be 8 more"
 
 
-def test_the_bar_of_a_long_sequence():
+def test_attention_of_a_long_sequence():
     """L = 16384, H = 8, E = 64 in float32: at most 1.5 times the bytes of q, k, v, out and their gradients.
 
     Memory does not depend on how many keys a query sees, so a window keeps the test short; the benchmarks measure without one.
@@ -86,7 +86,7 @@ def test_the_bar_of_a_long_sequence():
     assert resident is None or resident + tensors // 2 <= 1.6 * tensors
 
 
-def test_forward_alone_keeps_out_and_lse():
+def test_attention_forward_alone_keeps_out_and_lse():
     inputs = attention_inputs(4096, heads=4, head_dim=32, requires_grad=False)
     out_bytes = inputs[0].numel() * 4
     assert peak_extra_bytes(lambda: flash_online.attention(*inputs)) < 1.5 * out_bytes

@@ -47,7 +47,7 @@ def test_other_tensors_are_no_dim(name, dim):
         ours(*arguments, dim)
 
 
-def test_numbers_of_top_k_in_tensors():
+def test_topk_numbers_in_tensors():
     found, indices = flash_online.topk_softmax(X, scalar(2), scalar(0))
     wanted, places = torch.topk(X.softmax(0), scalar(2), scalar(0))
     torch.testing.assert_close(found, wanted)
@@ -55,7 +55,7 @@ def test_numbers_of_top_k_in_tensors():
 
 
 @pytest.mark.parametrize("index", [scalar(2), scalar([2]), scalar(2, dtype=torch.int32)], ids=repr)
-def test_an_ignore_index_in_a_tensor(index):
+def test_cross_entropy_with_an_ignore_index_in_a_tensor(index):
     wanted = TF.cross_entropy(X, TARGET, ignore_index=index)
     for function in (F.cross_entropy, flash_online.cross_entropy):
         torch.testing.assert_close(function(X, TARGET, ignore_index=index), wanted)
@@ -66,7 +66,7 @@ def test_an_ignore_index_in_a_tensor(index):
 
 
 @pytest.mark.parametrize("index", [scalar(2.0), scalar(True), scalar([1, 2]), True], ids=repr)
-def test_other_tensors_are_no_ignore_index(index):
+def test_cross_entropy_with_other_tensors_as_ignore_index(index):
     for call in (
         lambda: F.cross_entropy(X, TARGET, ignore_index=index),
         lambda: flash_online.linear_cross_entropy(X, WEIGHT, TARGET, ignore_index=index),
@@ -96,7 +96,7 @@ def test_integers_beyond_64_bits_are_an_error_that_names_them(number):
 
 
 @pytest.mark.parametrize("bound", [2**62, 2**63 - 1, 2**63, 2**70], ids=str)
-def test_a_vast_window_is_none(device, bound):
+def test_attention_with_a_vast_window(device, bound):
     query, packed, starts = (t.to(device) for t in (Q, PACKED, STARTS))
     layout = query.transpose(1, 2)
     for call in (

@@ -105,7 +105,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("options", PACKED.values(), ids=PACKED.keys())
-def test_packed_derivatives(options, device):
+def test_varlen_attention_derivatives(options, device):
     """With a longest query of 2, so that a row inside is left out."""
     function, inputs = small_packed(options, device)
     draws = "dropout_p" in options
@@ -147,7 +147,7 @@ def test_rows_first_and_second_derivatives(function, device):
     assert gradgradcheck(call, (x,), check_fwd_over_rev=True)
 
 
-def test_derivatives_by_target_probabilities(device):
+def test_cross_entropy_derivatives_by_target_probabilities(device):
     def call(x, t):
         return flash_online.cross_entropy(
             x, t, WEIGHT.to(device), label_smoothing=0.2, z_loss=0.1, reduction="none", return_lse=True
@@ -292,7 +292,7 @@ def test_vmap_of_attention(in_dims, mask_dim):
 
 
 @pytest.mark.parametrize("in_dim", [0, 1, 2, -1])
-def test_vmap_of_rows(in_dim):
+def test_vmap_of_softmax_and_logsumexp(in_dim):
     x = torch.randn(4, 4, 6, dtype=DOUBLE).movedim(-1, 1) if in_dim == 1 else torch.randn(5, 4, 4, dtype=DOUBLE)
     for function in (
         lambda m, t: m.softmax(t, 0),
@@ -325,7 +325,7 @@ def test_vmap_of_cross_entropy():
             torch.testing.assert_close(vmap(grad(total), dims)(*given), expected)
 
 
-def test_vmap_of_packed_sequences():
+def test_vmap_of_varlen_attention():
     """Mapped inputs, shared ones, and starts of each sample's own."""
     starts = torch.tensor([[0, 2, 5], [0, 4, 4], [1, 2, 3]], dtype=torch.int32)
     tensors = [torch.randn(3, 5, h, 4, dtype=DOUBLE) for h in (4, 2, 2)]
@@ -348,7 +348,7 @@ def test_vmap_of_packed_sequences():
         torch.testing.assert_close(vmap(grad(total), dims)(*given, sinks), expected)
 
 
-def test_vmap_of_vmap():
+def test_vmap_of_vmap_of_attention():
     query, key, value = (torch.randn(2, 3, n, 4, dtype=DOUBLE) for n in (5, 6, 6))
     expected = reference.attention(query, key, value)
     call = vmap(vmap(lambda q, k, v: flash_online.attention(q, k, v)))
@@ -370,7 +370,7 @@ def test_per_sample_gradients_of_a_model():
     torch.testing.assert_close(found, expected)
 
 
-def test_checkpoint_keeps_the_dropout_mask():
+def test_checkpoint_keeps_the_dropout_mask_of_attention():
     query, key, value = randn(1, 2, 4, 3), randn(1, 2, 5, 3), randn(1, 2, 5, 3)
 
     def call(q, k, v):
@@ -383,7 +383,7 @@ def test_checkpoint_keeps_the_dropout_mask():
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (query, key, value)), expected)
 
 
-def test_second_derivative_in_chunks(monkeypatch):
+def test_second_derivative_of_attention_in_chunks(monkeypatch):
     """A chunk of one query at a time gives what one chunk of all gives."""
     inputs = [randn(1, 2, 7, 3), randn(1, 2, 5, 3), randn(1, 2, 5, 3), randn(7, 5)]
 
@@ -398,7 +398,7 @@ def test_second_derivative_in_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("derivative", ["jvp", "second"])
-def test_derivatives_by_products_of_torch_are_exact_under_autocast(derivative):
+def test_attention_derivatives_are_exact_under_autocast(derivative):
     """Tensors are cast once; the products of forward mode and of second derivatives are not rounded to 16 bits again."""
     q, k, v = (torch.randn(1, 2, 33, 16).bfloat16() for _ in range(3))
     tangent = torch.randn_like(q)

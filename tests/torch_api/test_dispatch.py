@@ -342,7 +342,7 @@ def candidates(
     return dict(line.split(" ", 1) for line in lines.splitlines())
 
 
-def test_the_general_cuda_kernel_takes_what_the_others_refuse():
+def test_the_general_attention_kernel_takes_what_the_others_refuse():
     mask = ((1, 1, 512, 512), (0, 0, 512, 1), 0)
     for options, reason in (
         ({"dtype": "float32"}, "dtype"),
@@ -361,7 +361,7 @@ def test_the_general_cuda_kernel_takes_what_the_others_refuse():
 
 
 @pytest.mark.parametrize("head_dim", [136, 192, 256])
-def test_a_softcap_and_bool_masks_run_on_hopper_over_head_dim_128(head_dim):
+def test_attention_with_softcap_or_bool_mask_on_hopper_over_head_dim_128(head_dim):
     capped, mask = {"head_dim": head_dim, "softcap": 50.0}, ((1, 1, 512, 512), (0, 0, 512, 1), 0)
     assert candidates(**capped)["sm90"] == candidates(**capped, backward=True, deterministic=True)["sm90"] == ""
     assert candidates(**capped, mask=("bool", mask), backward=True)["sm90"] == ""
@@ -374,7 +374,7 @@ NOT_BF16X2 = {"bf16x2_sm90": "it takes float32 where torch allows tf32"}
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_float64_has_kernels_of_its_own(backward):
+def test_float64_has_attention_kernels_of_its_own(backward):
     others = "it does not take float64"
     mask = ((1, 1, 512, 512), (0, 0, 512, 1), 0)
     for options in ({}, {"head_dim": 36}, {"head_dim": 512}, {"mask": ("float64", mask)}, {"gpu": (8, 0, 163 << 10)}):
@@ -383,7 +383,7 @@ def test_float64_has_kernels_of_its_own(backward):
     assert "head dim" in candidates(dtype="float64", backward=backward, head_dim=1024)["float64"]
 
 
-def test_what_hoppers_forward_pass_takes():
+def test_what_hoppers_attention_forward_pass_takes():
     mask = ((1, 1, 512, 512), (0, 0, 512, 1), 0)
     for options in (
         {},
@@ -398,7 +398,7 @@ def test_what_hoppers_forward_pass_takes():
         assert candidates(**options) == OF_HOPPER
 
 
-def test_what_hoppers_backward_pass_takes():
+def test_what_hoppers_attention_backward_pass_takes():
     for options in (
         {},
         {"mask": ("bool", ((1, 1, 512, 512), (0, 0, 512, 1), 0))},
@@ -418,7 +418,7 @@ def test_what_hoppers_backward_pass_takes():
         assert found["sm80"] == "" and reason in found["sm90"]
 
 
-def test_which_backward_passes_of_float32_run_in_pieces():
+def test_which_attention_backward_passes_of_float32_run_in_pieces():
     mask = ((1, 1, 512, 512), (0, 0, 512, 1), 0)
     for options in ({}, {"head_dim": 128}, {"head_dim": 33}, {"packed": (2, 512, 512)}):
         found = candidates("float32", backward=True, tf32=True, **options)

@@ -2,9 +2,9 @@
 traced), under every transform: the value is that of float64 mathematics in torch's own operations, or the cell stands in the
 table of refusals and raises the error named there. No cell may turn from the one into the other unseen, and none gives zeros.
 
-The usual cells are every case by the cheap ways, and a case of each kind by all ways. On the CPU one in QUICK of them is quick,
-and every cell that calls a function without a tracer; the other usual cells are slow. All other cells are slow too, and run
-where FLASH_ONLINE_MATRIX=whole is in the environment: they take half an hour of two cores.
+The usual cells are every case by the cheap ways, and a case of each kind by all ways. On the CPU every cell without a tracer is
+quick, and one in QUICK of the others; the other usual cells are slow. FLASH_ONLINE_MATRIX=whole in the environment adds all
+cells that are not usual, as slow ones: they take half an hour of two cores.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ KEEP_SIZES = {"gradient", "func.grad", "func.vjp", "vmap", "double backward"}
 # On CUDA in 16 bits: the kernels differ, and not the tracers.
 NARROW_WAYS = {"eager", "make_fx"}
 
-# One usual cell in so many is quick on the CPU, along diagonals: each case goes by each cheap way, under other transforms.
+# On the CPU one usual cell in so many is quick. These lie on diagonals, so that each case goes by each cheap way, and
+# different cases under different transforms.
 QUICK = 6
 
 DEVICES = [("cpu", torch.float32)]
@@ -126,7 +127,7 @@ if why_no_cuda() is None:
 
 def cells():
     for device, dtype in DEVICES:
-        for i, case in enumerate(CASES, 1):  # not from 0, where the costliest cell of all would be quick
+        for i, case in enumerate(CASES):
             for j, way in enumerate((*WAYS, *INSIDE)):
                 if dtype != torch.float32 and way not in NARROW_WAYS:
                     continue
@@ -134,13 +135,12 @@ def cells():
                     marks = [pytest.mark.gpu] if device == "cuda" else []
                     usual = way in CHEAP or (way, transform) in FEW or case in ("sdpa causal", "softmax")
                     usual = usual or (case in ALL_WAYS and transform not in SLOW_TRANSFORMS)
-                    place = (
-                        i + j + (k if way != "jit.trace" else 0)
-                    )  # TorchScript's derivatives change with what it has run before
-                    if usual and device == "cpu" and way != "eager" and place % QUICK:
+                    if not usual and not WHOLE:
+                        continue
+                    # TorchScript's derivatives change with what it has run before: all transforms of a case run, or none.
+                    place = i + j + (k if way != "jit.trace" else 0)
+                    if not usual or (device == "cpu" and way != "eager" and place % QUICK):
                         marks += [pytest.mark.slow]
-                    elif not usual:
-                        marks += [pytest.mark.slow, pytest.mark.skipif(not WHOLE, reason="FLASH_ONLINE_MATRIX is not whole")]
                     name = str(dtype).removeprefix("torch.")
                     yield pytest.param(
                         device, dtype, case, way, transform, id=f"{device}-{name}-{case}-{way}-{transform}", marks=marks

@@ -57,7 +57,7 @@ def test_an_organisation_computes_attention(kernels, organisation, heads, length
     testing.assert_close_to_float64(out, plain, truth, name=organisation)
 
 
-def test_the_ctas_of_a_head(kernels):
+def test_the_ctas_of_an_attention_head(kernels):
     """On the host's three SMs, each with one CTA: a stripe per CTA, and never more stripes than tiles."""
     query, _, _ = problem(1, 384, 64)
     assert [kernels.ctas_per_head(name, query) for name in ("v1", "v1, striped", "v2")] == [1, 3, 6]
@@ -65,7 +65,7 @@ def test_the_ctas_of_a_head(kernels):
     assert kernels.ctas_per_head("v1, striped", query.expand(1, 5, -1, -1)) == 1
 
 
-def test_what_the_kernels_do_not_take(kernels):
+def test_what_the_attention_kernels_do_not_take(kernels):
     query, key, value = problem(1, 128, 64)
     with pytest.raises(ValueError, match="L 64, E 64"):
         kernels.attention("v2", *(t[:, :, :64].contiguous() for t in (query, key, value)), False)

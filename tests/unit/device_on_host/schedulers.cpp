@@ -1,6 +1,6 @@
-// The tile schedulers and block lists of the CUDA kernels, compiled from csrc/cuda for ctypes. test_schedulers.py compiles this
-// file after warp.h and calls its functions. A function returns the number of rows written to `out`, or -1 after an error, with
-// a text in last_error().
+// The tile schedulers and block lists of the CUDA kernels, compiled from csrc/cuda for ctypes.
+// test_attention_schedulers.py compiles this file after warp.h and calls its functions. A function returns the number of rows
+// written to `out`, or -1 after an error, with a text in last_error().
 #include <random>
 #include <string>
 

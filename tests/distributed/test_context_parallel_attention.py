@@ -20,8 +20,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)])
 def test_checks_on(ranks):
     checks = [name for name in CHECKS if ranks == 2 or name != "check_compiled"]  # which takes the time of all others together
     for said in run_on_ranks(PROGRAM, *checks, ranks=ranks):
