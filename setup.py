@@ -68,6 +68,14 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or next((str(f) for f in packaged if f.is_file()), None)
 
 
+def check_compiler() -> None:
+    """Exits unless there is a C++ compiler, which CMake's own error would name without its version."""
+    named = os.environ.get("CXX", "").split()[:1]
+    if not any(map(shutil.which, named or ("c++", "g++", "clang++"))):
+        got = f"CXX={named[0]}, which is not there" if named else "no c++, g++ or clang++ in PATH"
+        sys.exit(f"flash_online: expected a compiler of C++20, such as GCC 12 or newer (CXX names another), got {got}")
+
+
 def sees_gpu() -> bool:
     """Whether the driver lists a GPU of NVIDIA's."""
     command = shutil.which("nvidia-smi")
@@ -97,6 +105,7 @@ def announce(lines: list[str]) -> None:
 
 class CMakeBuild(build_ext):
     def run(self):
+        check_compiler()
         package = ROOT / "flash_online" if self.inplace else Path(self.build_lib).resolve() / "flash_online"
         cuda = os.environ.get("FLASH_ONLINE_CUDA") or ("1" if os.environ.get("FORCE_CUDA") == "1" else "auto")
         options = {

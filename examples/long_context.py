@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
 from flash_online.distributed import context_parallel_varlen_attention, shard_batch
-from flash_online.integrations import transformers as door
+from flash_online.integrations import transformers as integration
 
 VOCABULARY = 256  # bytes
 LAYOUT = "contiguous"  # of packed documents: any boundaries are allowed
@@ -122,7 +122,7 @@ def train(words: argparse.Namespace, device: str, mesh: DeviceMesh | None) -> di
         use_cache=False,
     )
     model = LlamaForCausalLM(config).to(device)
-    model.set_attn_implementation(register_over(mesh, words.method) if mesh else door.register())
+    model.set_attn_implementation(register_over(mesh, words.method) if mesh else integration.register())
     if words.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if mesh:

@@ -1,8 +1,8 @@
-"""python -m flash_online info | check [DOOR ...] | demo | trace 1 3 2 [--plot FILE] | bench
+"""python -m flash_online info | check [NAME ...] | demo | trace 1 3 2 [--plot FILE] | bench
 
 info    prints versions, devices, and which kernels this build has and this machine can run
 check   compares every function with float64, on the CPU and the GPU, in seconds; exit code 1 if one is wrong.
-        With DOORs (integrations: transformers, ...): checks each with its installed host, using tiny random models
+        With NAMEs of integrations (transformers, ...): checks each with its installed host, using tiny random models
 demo    compares error, time and memory of attention, softmax and cross-entropy with torch's; trains a transformer with both
 trace   prints the steps of online softmax over the given numbers (float32; --float64: double; --plot FILE draws them too)
 bench   runs a checkout's benchmarks: rows | attention | decode | training | models | paper | family | linear | distributed |
@@ -11,6 +11,7 @@ bench   runs a checkout's benchmarks: rows | attention | decode | training | mod
 
 from __future__ import annotations
 
+import inspect
 import math
 import subprocess
 import sys
@@ -19,8 +20,14 @@ from pathlib import Path
 
 
 def trace(arguments: list[str]) -> int:
-    """Prints the steps of online softmax over a row, one line per number, computed with the header that the kernels include.
-    --plot FILE also draws them."""
+    """python -m flash_online trace NUMBER ... [--float64] [--plot FILE]
+
+    Prints the steps of online softmax over a row, one line per number, computed with the header that the kernels include: the
+    running maximum m, the running sum d, and the factor that rescales d. Numbers are decimal, inf, -inf or nan, rounded to
+    float32, or with --float64 to double. --plot FILE also draws them, in the format of the file's ending (needs matplotlib)."""
+    if any(word in ("-h", "--help") for word in arguments):
+        print(inspect.getdoc(trace))
+        return 0
     words, double, picture = list(arguments), "--float64" in arguments, None
     # argparse would read -1 and -inf as options.
     if double:

@@ -30,7 +30,7 @@ class Where(NamedTuple):
     def of(cls, batch, like, key_cache, cache_seqlens, block_table, cache_batch_idx, leftpad) -> Where:
         """Checks the arguments of these names, which must be on the device of `like`."""
         if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
-            length = check_int("cache_seqlens", cache_seqlens)
+            length = check_int("cache_seqlens", cache_seqlens, "an int, or an int32 tensor with a length per sequence")
             capacity = key_cache.shape[2] * (1 if block_table is None else block_table.shape[-1])
             if length > capacity:
                 raise InvalidArgument(f"cache_seqlens: expected at most the capacity, {capacity}, got {length}")
@@ -227,14 +227,14 @@ def check_pool(key_cache: Tensor, value_cache: Tensor, like: Tensor, like_name: 
 
 
 def check_query(query: Tensor, key_cache: Tensor, starts: Tensor | None, key_name: str = "key_cache") -> None:
-    rank = 4 if starts is None else 3
-    if query.dim() != rank:
-        raise InvalidArgument(f"query: expected 4 dimensions, or 3 for packed rows, got {query.dim()}")
+    if query.dim() != (4 if starts is None else 3):
+        raise InvalidArgument(f"query: expected 4 dimensions, or 3 with cu_seqlens_q, got {query.dim()}")
     if query.shape[-1] != key_cache.shape[-1]:
         raise InvalidArgument(f"query: expected {key_name}'s width {key_cache.shape[-1]}, got {query.shape[-1]}")
     heads, key_heads = query.shape[1], key_cache.shape[1]
     if key_heads != heads and (key_heads == 0 or heads % key_heads):
-        raise InvalidArgument(f"{key_name}: expected a number of heads that divides query's {heads}, got {key_heads}")
+        hint = "; of [rows, length, heads, width] take transpose(1, 2)" if key_name == "key_cache" else ""
+        raise InvalidArgument(f"{key_name}: expected heads (dimension 1) that divide query's {heads}, got {key_heads}{hint}")
 
 
 def check_call(query: Tensor, key_cache: Tensor, value_cache: Tensor, starts: Tensor | None, names) -> int:
@@ -249,10 +249,13 @@ def check_new(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor
     """Checks new keys and values: of `batch` sequences, or packed if it is None."""
     rank = 3 if batch is None else 4
     for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        shape, cache_shape = rows.shape, cache.shape
-        fits = len(shape) == rank and shape[-1] == cache_shape[-1] and shape[1] == cache_shape[1]
-        if not (fits and batch in (None, shape[0]) and (shape == key.shape or shape[:-1] == key.shape[:-1])):
-            raise InvalidArgument(f"{name}: expected a shape that fits the cache's {list(cache_shape)}, got {list(shape)}")
+        shape, heads, width = rows.shape, cache.shape[1], cache.shape[-1]
+        if len(shape) != rank or shape[1] != heads or shape[-1] != width or batch not in (None, shape[0]):
+            packed = f"[rows, {heads}, {width}]"
+            wanted = packed if batch is None else f"[{batch}, {heads}, new, {width}], or {packed} with cu_seqlens_new"
+            raise InvalidArgument(f"{name}: expected {wanted}, got {list(shape)}")
+        if shape != key.shape and shape[:-1] != key.shape[:-1]:
+            raise InvalidArgument(f"{name}: expected as many rows as key {list(key.shape)}, got {list(shape)}")
         if rows.dtype != like.dtype or rows.device != like.device:
             raise InvalidArgument(f"{name}: expected {like.dtype} on {like.device}, got {rows.dtype} on {rows.device}")
 

@@ -262,7 +262,9 @@ def _check_mask(name: str, mask: Tensor, scores: list) -> None:
     if mask.dim() > len(scores) or any(
         size != 1 and size != full for size, full in zip(reversed(mask.shape), reversed(scores), strict=False)
     ):
-        raise InvalidArgument(f"{name}: expected a shape that broadcasts to the scores' {scores}, got {_shape(mask)}")
+        padding = len(scores) == 4 and _shape(mask) == [scores[0], scores[3]]
+        hint = f"; a padding mask [batch, keys] is {name}[:, None, None, :]" if padding else ""
+        raise InvalidArgument(f"{name}: expected a shape that broadcasts to the scores' {scores}, got {_shape(mask)}{hint}")
 
 
 def canonicalize(

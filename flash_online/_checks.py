@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._ops import FLOATING, InvalidArgument, UnsupportedDtype, is_known
+
+Function = TypeVar("Function")
 
 
 def is_empty(sizes) -> bool:
@@ -30,6 +34,34 @@ def check_tensor(name: str, tensor) -> None:
     """Raises TypeError unless `tensor` is a Tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a Tensor, got {type(tensor).__name__}")
+
+
+def without_others(function: Function) -> Function:
+    """A decorator: `inspect.signature` does not show `**others`, which `unexpected_keyword` turns into an error."""
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    shown = [p for p in signature.parameters.values() if p.name != "others"]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
+
+
+def unexpected_keyword(function: str, name: str) -> TypeError:
+    """The error that Python raises, with the name of `attention`'s own argument for one of torch's or FlashAttention's."""
+    ours = _OWN_NAMES.get(name)
+    hint = f": the argument is `{ours}` here" if ours else ": grouped heads need no argument" if name == "enable_gqa" else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+_OWN_NAMES = {
+    "is_causal": "causal",
+    "attn_mask": "mask",
+    "attn_bias": "mask",
+    "attention_mask": "mask",
+    "softmax_scale": "scale",
+    "window_size": "window",
+    "return_softmax_lse": "return_lse",
+    "return_attn_probs": "return_lse",
+    "learnable_sink": "sinks",
+}
 
 
 def check_tensors(name: str, tensors) -> list[Tensor]:
@@ -61,16 +93,17 @@ def check_floating(name: str, dtype: torch.dtype) -> None:
         raise UnsupportedDtype(f"{name}: expected dtype float16, bfloat16, float32 or float64, got {dtype}")
 
 
-def check_int(name: str, number) -> int:
-    """`number` as an int. Raises TypeError for a bool, a Tensor, and objects without __index__."""
+def check_int(name: str, number, expected: str = "an int") -> int:
+    """`number` as an int. Raises TypeError for a bool, a Tensor, and objects without __index__: `expected` is what else the
+    argument may be."""
     if isinstance(number, int) and not isinstance(number, bool):  # tested first: under Dynamo the int may be symbolic
         return number
     if isinstance(number, (bool, Tensor)) or not hasattr(number, "__index__"):
-        raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
+        raise TypeError(f"{name}: expected {expected}, got {type(number).__name__}")
     try:
         return operator.index(number)
     except TypeError:  # an array of several elements has __index__, which raises
-        raise TypeError(f"{name}: expected an int, got {type(number).__name__}") from None
+        raise TypeError(f"{name}: expected {expected}, got {type(number).__name__}") from None
 
 
 def check_index(name: str, number, *, any_rank: bool = False) -> int:

@@ -1,6 +1,6 @@
-"""`python -m flash_online check [DOOR ...]`: the runner of the self-checks, and what they share.
+"""`python -m flash_online check [NAME ...]`: the runner of the self-checks, and what they share.
 
-The check of an integration (door) is a module with a function `check(say) -> bool`, which passes each line of its report to
+The check of an integration is a module with a function `check(say) -> bool`, which passes each line of its report to
 `say`, returns whether all is right, and raises ImportError if the host is not installed. Checks of functions are tables of
 `Call`s for `compare_calls`, checks of whole models are tables of models for `compare_models`.
 """
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from . import _info, _policy, testing
 from ._policy import strict
 
-DOORS = {
+INTEGRATIONS = {
     "diffusers": "integrations._check_diffusers",
     "torch": "integrations._check_torch",
     "transformers": "integrations._check_transformers",
@@ -49,13 +49,13 @@ def main(names: list[str]) -> int:
     def is_right(name: str) -> bool:
         say(f"== {name}")
         try:
-            return importlib.import_module(f".{DOORS[name]}", __package__).check(say)
+            return importlib.import_module(f".{INTEGRATIONS[name]}", __package__).check(say)
         except ImportError as missing:
             say(f"not checked: {missing}")
             return False
 
-    if unknown := [name for name in names if name not in DOORS]:
-        print(f"check: {unknown[0]!r} is not one of {', '.join(DOORS)}", file=sys.stderr)
+    if unknown := [name for name in names if name not in INTEGRATIONS]:
+        print(f"check: {unknown[0]!r} is not one of {', '.join(INTEGRATIONS)}", file=sys.stderr)
         return 2
     if not names:
         return 0 if importlib.import_module("._check_install", __package__).check(say) else 1

@@ -22,7 +22,7 @@ from ._autograd import (
     unwrap_if_dead,
 )
 from ._canonicalize import canonicalize, cast_and_check, check_attention, expand_slopes, window_bounds
-from ._checks import none_as_zero
+from ._checks import none_as_zero, unexpected_keyword, without_others
 from ._ops import accumulator_of, below_autograd, ops, surfaced
 from ._plain import NUMBERS, are_plain, is_grad_enabled
 
@@ -62,6 +62,7 @@ def attention(
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[_DenseKeywords]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@without_others
 def attention(
     query: Tensor,
     key: Tensor,
@@ -78,6 +79,7 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, computed block by block in memory linear in the lengths.
 
@@ -119,6 +121,8 @@ def attention(
 
     Source: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691); ALiBi, arXiv 2108.12409.
     """
+    if others:
+        raise unexpected_keyword("attention", next(iter(others)))
     softcap = none_as_zero(softcap)
     plain = mask is window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left"
     plain = plain and type(softcap) in NUMBERS and type(dropout_p) in NUMBERS and type(causal) is bool

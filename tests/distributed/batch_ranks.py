@@ -16,7 +16,7 @@ from flash_online.distributed import (
     shard,
     shard_batch,
 )
-from flash_online.integrations import transformers as door
+from flash_online.integrations import transformers as integration
 
 LENGTH = 32
 
@@ -56,7 +56,7 @@ def losses(ranks):
     packed["position_ids"] = torch.cat([torch.arange(n) for n in starts.diff().tolist()])[None]
     packed |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 16, "max_length_k": 16}
     for batch, layout in ((one, "zigzag"), (packed, "contiguous")):
-        expected = loss_and_gradients(model, batch, door.register())
+        expected = loss_and_gradients(model, batch, integration.register())
         part = shard_batch(batch, layout=layout)
         assert part["input_ids"].shape[1] == part["position_ids"].shape[-1] == LENGTH // ranks
         found = loss_and_gradients(model, part, "over_ranks")

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flash_online
 from flash_online.integrations import _check_diffusers as check
-from flash_online.integrations import diffusers as door
+from flash_online.integrations import diffusers as integration
 
 
 def parallel(mesh, ring, ulysses, **options):
@@ -27,7 +27,7 @@ def parallel(mesh, ring, ulysses, **options):
 def main(ring: int, ulysses: int) -> None:
     with joined() as (rank, ranks):
         assert ranks == ring * ulysses
-        door.register()
+        integration.register()
         backend = AttentionBackendName("flash_online")
         mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
         alone = ring == 1

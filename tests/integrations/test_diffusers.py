@@ -24,7 +24,7 @@ from diffusers.models import attention_dispatch as host  # noqa: E402
 
 from flash_online._self_check import MaskMeter, difference  # noqa: E402
 from flash_online.integrations import _check_diffusers as check  # noqa: E402
-from flash_online.integrations import diffusers as door  # noqa: E402
+from flash_online.integrations import diffusers as integration  # noqa: E402
 
 NATIVE = host.AttentionBackendName.NATIVE
 
@@ -47,8 +47,8 @@ def state():
 def backend():
     """The member of the enum, for a test; diffusers is then as before."""
     before = state()
-    registration = door.register()
-    yield host.AttentionBackendName(door.NAME)
+    registration = integration.register()
+    yield host.AttentionBackendName(integration.NAME)
     registration.remove()
     assert state() == before
 
@@ -66,9 +66,9 @@ def heads_first(*tensors):
 
 def test_register_is_idempotent_and_remove_leaves_diffusers_as_before():
     before = state()
-    first = door.register()
+    first = integration.register()
     enum = host.AttentionBackendName
-    assert door.register() is first
+    assert integration.register() is first
     member = enum("flash_online")
     assert member is enum.FLASH_ONLINE is enum["FLASH_ONLINE"] is list(enum)[-1]
     assert (member.name, member.value, str.__str__(member)) == ("FLASH_ONLINE", "flash_online", "flash_online")
@@ -77,7 +77,7 @@ def test_register_is_idempotent_and_remove_leaves_diffusers_as_before():
     first.remove()
     assert state() == before
     first.remove()
-    second = door.register()
+    second = integration.register()
     assert second is not first
     first.remove()  # spent: the second registration stays
     assert enum("flash_online") is enum.FLASH_ONLINE
@@ -89,7 +89,7 @@ def test_register_is_idempotent_and_remove_leaves_diffusers_as_before():
 
 def test_remove_gives_up_the_active_backend():
     before = state()
-    registration = door.register()
+    registration = integration.register()
     model, _ = check.MODELS["Flux"].make()
     model.set_attention_backend("flash_online")
     assert host._AttentionBackendRegistry._active_backend == "flash_online"
@@ -100,23 +100,23 @@ def test_remove_gives_up_the_active_backend():
 def test_another_backend_of_this_name_is_an_error(monkeypatch):
     monkeypatch.setitem(host.AttentionBackendName._value2member_map_, "flash_online", NATIVE)
     with pytest.raises(RuntimeError, match="has a backend 'flash_online' already"):
-        door.register()
+        integration.register()
 
 
 def test_a_diffusers_without_the_registry_is_refused_by_name(monkeypatch):
     monkeypatch.delattr(host, "_templated_context_parallel_attention")
     with pytest.raises(NotImplementedError, match=rf"diffusers {diffusers.__version__} has no registry.*override\(\)"):
-        door.register()
+        integration.register()
 
 
 def test_nothing_is_imported_or_registered_unasked():
     program = """
 import sys
-import flash_online.integrations.diffusers as door
-assert "diffusers" not in sys.modules and door._registration is None
+import flash_online.integrations.diffusers as integration
+assert "diffusers" not in sys.modules and integration._registration is None
 sys.modules["diffusers"] = None
 try:
-    door.register()
+    integration.register()
 except ImportError as error:
     assert "not installed" in str(error)
 else:
@@ -142,13 +142,13 @@ def test_check_says_a_line_per_model_and_finds_a_fault(monkeypatch, capsys):
     assert [line.split()[0] for line in lines[3:]] == list(check.MODELS) and not capsys.readouterr().out
     assert "WRONG" not in "".join(lines)
     monkeypatch.setattr(
-        door, "attention", lambda query, *args, **options: flash_online.attention(query * 1.001, *args, **options)
+        integration, "attention", lambda query, *args, **options: flash_online.attention(query * 1.001, *args, **options)
     )
     assert not check.check(lines.append) and "WRONG" in lines[-1]
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(door, "attention", lambda *args, mask, **options: sdpa(*args, mask))
+    monkeypatch.setattr(integration, "attention", lambda *args, mask, **options: sdpa(*args, mask))
     assert not check.check(lines.append) and "no call reached our kernels" in lines[-1]
-    door.register().remove()
+    integration.register().remove()
     assert state() == before
 
 

@@ -87,9 +87,9 @@ def test_entry_points_lead_to_register():
     assert found == {"vllm.general_plugins": vllm.register, "sglang.srt.plugins": sglang.register}
 
 
-@pytest.mark.parametrize("door", [vllm, sglang], ids=["vllm", "sglang"])
+@pytest.mark.parametrize("integration", [vllm, sglang], ids=["vllm", "sglang"])
 @pytest.mark.parametrize("present", ["nothing", "another version"])
-def test_register_is_harmless_where_the_host_lacks_what_it_needs(door, present, install, caplog):
+def test_register_is_harmless_where_the_host_lacks_what_it_needs(integration, present, install, caplog):
     if present == "nothing":
         install(dict.fromkeys(("vllm", "sglang")))  # None makes the import an ImportError
     else:
@@ -97,7 +97,7 @@ def test_register_is_harmless_where_the_host_lacks_what_it_needs(door, present, 
             modules({"vllm.v1.attention": {}, "sglang.srt.layers.attention.attention_registry": {"ATTENTION_BACKENDS": {}}})
         )
     with caplog.at_level(logging.WARNING):
-        assert door.register() is False
+        assert integration.register() is False
     assert "not registered" in caplog.text
 
 

@@ -77,12 +77,12 @@ def math(function):
 
 def test_an_import_registers_nothing():
     code = (
-        "import torch, flash_online, flash_online.integrations.torch_sdpa as door\n"
+        "import torch, flash_online, flash_online.integrations.torch_sdpa as integration\n"
         "from torch.nn.attention import list_flash_attention_impls as names, current_flash_attention_impl as current\n"
         "assert 'flash_online' not in names() and current() is None, names()\n"
-        "door.register(); door.register()\n"
+        "integration.register(); integration.register()\n"
         "assert names().count('flash_online') == 1 and current() is None\n"
-        "door.restore()\n"
+        "integration.restore()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

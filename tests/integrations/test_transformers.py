@@ -1,5 +1,5 @@
-"""The door to transformers: its models through our attention beside the host's eager attention, the mask function beside the
-host's dense masks, what is refused, and the check of the command line."""
+"""The integration of transformers: its models through our attention compared with the host's eager attention, the mask function
+compared with the host's dense masks, what is refused, and the check of the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
 
 from flash_online.integrations import _check_transformers as checks  # noqa: E402
-from flash_online.integrations import transformers as door  # noqa: E402
+from flash_online.integrations import transformers as integration  # noqa: E402
 from flash_online.integrations._check_transformers import MODELS, difference, generated, passes  # noqa: E402
 from flash_online.integrations._transformers_masks import VisibleKeys, visible_keys  # noqa: E402
 
@@ -31,7 +31,7 @@ DECODERS = [model for model in MODELS if model.kind == "decoder"]
 @pytest.fixture(autouse=True)
 def registered():
     transformers.utils.logging.set_verbosity_error()
-    assert door.register() == NAME
+    assert integration.register() == NAME
 
 
 def named(models, usual=None):
@@ -118,7 +118,7 @@ def test_a_row_of_nothing_but_padding():
     outputs, gradients = passes(model, inputs)
     torch.testing.assert_close(outputs[0][: alone.shape[1]], alone[0], rtol=1e-5, atol=1e-6)
     assert all(g.isfinite().all() for g in gradients.values())
-    out, _ = door.attend(
+    out, _ = integration.attend(
         model.model.layers[0].self_attn, *torch.randn(3, 1, 2, 5, 8), visible_keys(1, 5, 5, attention_mask=torch.zeros(1, 5))
     )
     assert not out.any()
@@ -209,11 +209,11 @@ def test_dropout():
     # What is kept is scaled by 1 / (1 - p): a constant value comes out as itself on the average.
     module = model.model.layers[0].self_attn
     query, key, value = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8), torch.ones(1, 2, 64, 8)
-    out, _ = door.attend(module, query, key, value, visible_keys(1, 64, 64), dropout=0.5)
+    out, _ = integration.attend(module, query, key, value, visible_keys(1, 64, 64), dropout=0.5)
     assert out.std() > 0.05 and abs(out.mean() - 1) < 0.1
     module.eval()
     torch.testing.assert_close(
-        door.attend(module, query, key, value, visible_keys(1, 64, 64), dropout=0.5)[0], torch.ones(1, 64, 2, 8)
+        integration.attend(module, query, key, value, visible_keys(1, 64, 64), dropout=0.5)[0], torch.ones(1, 64, 2, 8)
     )
 
 
@@ -341,7 +341,7 @@ def test_documents_are_as_if_alone(spec, by, batch, monkeypatch):
     with torch.no_grad():
         expected = torch.cat([model(input_ids=tokens).logits for tokens in documents], 1)
     model.set_attn_implementation(NAME)
-    monkeypatch.setattr(door, "attention", None)  # all of it goes through varlen_attention
+    monkeypatch.setattr(integration, "attention", None)  # all of it goes through varlen_attention
     if by != "position_ids":
         inputs |= lengths_of(batch)
     if by.endswith("cache"):
@@ -382,7 +382,7 @@ def seen_by(visible, batch, queries, keys):
     module = nn.Module().eval()
     query, key = torch.zeros(batch, 1, queries, 8), torch.zeros(batch, 1, keys, 8)
     value = torch.eye(keys).expand(batch, 1, keys, keys)
-    return door.attend(module, query, key, value, visible)[0][:, :, 0] > 0
+    return integration.attend(module, query, key, value, visible)[0][:, :, 0] > 0
 
 
 def host_rules():
@@ -536,7 +536,7 @@ def test_position_bias_with_padding(device, dtype, heads, batch_of_bias, scaling
     for kind, ours in ((torch.float64, False), (dtype, False), (dtype, True)):
         query, key, value, own_bias = (t.to(device, dtype).to(kind).detach().requires_grad_() for t in (*tensors, bias))
         if ours:
-            out, _ = door.attend(module, query, key, value, visible, scaling=scaling, position_bias=own_bias)
+            out, _ = integration.attend(module, query, key, value, visible, scaling=scaling, position_bias=own_bias)
         else:
             scores = query @ key.repeat_interleave(4 // heads, 1).mT * (width**-0.5 if scaling is None else scaling) + own_bias
             scores = scores.masked_fill(~hidden[:, None, None].to(device), float("-inf"))
@@ -571,7 +571,7 @@ def test_position_bias_beside_other_masks():
         (torch.where(causal, 0.0, torch.finfo().min)[None, None], causal, {}),
     ]
     for visible, seen, options in cases:
-        out, _ = door.attend(module, query, key, value, visible, position_bias=bias, **options)
+        out, _ = integration.attend(module, query, key, value, visible, position_bias=bias, **options)
         scores = query @ key.mT / 8**0.5
         scores = options["softcap"] * (scores / options["softcap"]).tanh() if options else scores
         weights = (scores + bias).masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num()
@@ -593,17 +593,17 @@ class Layer(nn.Module):
 def call(mask=None, module=None, shape=(2, 2, 6, 8), keys=None, **options):
     query = torch.randn(shape)
     key, value = torch.randn(2, 2, 2, 6 if keys is None else keys, 8)
-    return door.attend(module or Layer(), query, key, value, mask, **options)
+    return integration.attend(module or Layer(), query, key, value, mask, **options)
 
 
 def test_without_a_mask_the_layer_says_whether_it_is_causal():
     query, key, value = torch.randn(3, 2, 2, 6, 8)
     for attributes, options, causal in (({}, {}, True), ({"is_causal": False}, {}, False), ({}, {"is_causal": False}, False)):
-        out, weights = door.attend(Layer(**attributes), query, key, value, None, **options)
+        out, weights = integration.attend(Layer(**attributes), query, key, value, None, **options)
         expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
         torch.testing.assert_close(out, expected.transpose(1, 2))
         assert weights is None and out.is_contiguous()
-    out, _ = door.attend(Layer(), query[:, :, :1], key, value, None)  # a step of decoding sees every key
+    out, _ = integration.attend(Layer(), query[:, :, :1], key, value, None)  # a step of decoding sees every key
     torch.testing.assert_close(out, nn.functional.scaled_dot_product_attention(query[:, :, :1], key, value).transpose(1, 2))
 
 
@@ -665,22 +665,22 @@ def test_output_attentions_of_a_model():
 @pytest.mark.parametrize("name", ["flash_online", "my_Flash", "sdpa", "eager", "flex_attention", "paged|x", "a/b", "", "2b"])
 def test_names_that_the_host_reads_otherwise(name):
     with pytest.raises(ValueError, match="name: expected .*, got"):
-        door.register(name)
+        integration.register(name)
     with pytest.raises(TypeError, match="expected a str"):
-        door.register(None)
+        integration.register(None)
 
 
 def test_registering_again_and_over_another(monkeypatch):
     for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
     before = dict(transformers.AttentionInterface._global_mapping), dict(transformers.AttentionMaskInterface._global_mapping)
-    assert door.register() == door.register(NAME) == NAME
+    assert integration.register() == integration.register(NAME) == NAME
     assert before == (transformers.AttentionInterface._global_mapping, transformers.AttentionMaskInterface._global_mapping)
-    assert door.register("another_name") == "another_name"
+    assert integration.register("another_name") == "another_name"
     assert transformers.AttentionMaskInterface._global_mapping["another_name"] is visible_keys
     transformers.AttentionMaskInterface.register("taken", masking_utils.sdpa_mask)
     with pytest.raises(ValueError, match="sdpa_mask"):
-        door.register("taken")
+        integration.register("taken")
     assert "taken" not in transformers.AttentionInterface._global_mapping
 
 
@@ -695,7 +695,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "transform
 def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="5.20 or newer"):
-        door.register()
+        integration.register()
 
 
 # --- The command -------------------------------------------------------------------------------------------------------------
@@ -703,7 +703,7 @@ def test_without_transformers(monkeypatch):
 
 def dropped(option):
     """Our attention without one of its options."""
-    true = door.attention
+    true = integration.attention
     return lambda *tensors, **options: true(*tensors, **{n: v for n, v in options.items() if n != option})
 
 
@@ -723,7 +723,7 @@ FAULTS = [
 def test_the_check_sees_what_is_missing(capsys, monkeypatch, option, name):
     monkeypatch.setattr(checks, "MODELS", (BY_NAME[name],))
     monkeypatch.setattr(_self_check, "devices", lambda: ("cpu",))
-    monkeypatch.setattr(door, "attention", dropped(option))
+    monkeypatch.setattr(integration, "attention", dropped(option))
     assert main(["check", "transformers"]) == (1 if option else 0)
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.startswith(name))
@@ -737,10 +737,10 @@ def test_the_check_sees_a_dense_mask_and_an_error(capsys, monkeypatch):
     monkeypatch.setattr(_self_check, "devices", lambda: ("cpu",))
     with monkeypatch.context() as patch:
         patch.setitem(transformers.AttentionMaskInterface._global_mapping, NAME, masking_utils.sdpa_mask)
-        patch.setattr(door, "register", lambda: NAME)
+        patch.setattr(integration, "register", lambda: NAME)
         assert main(["check", "transformers"]) == 1
         assert capsys.readouterr().out.splitlines()[-3].endswith("expected no dense mask, got one of 6075 elements")
-    monkeypatch.setattr(door, "attention", lambda *a, **o: 1 / 0)
+    monkeypatch.setattr(integration, "attention", lambda *a, **o: 1 / 0)
     assert main(["check", "transformers"]) == 1
     assert "FAILED: ZeroDivisionError" in capsys.readouterr().out
 

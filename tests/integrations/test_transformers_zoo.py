@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 import transformers_zoo as zoo  # noqa: E402
 
-from flash_online.integrations import transformers as door  # noqa: E402
+from flash_online.integrations import transformers as integration  # noqa: E402
 
 NAME = "online_attention"
 
@@ -21,7 +21,7 @@ NAME = "online_attention"
 def registered():
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity(50)
-    assert door.register() == NAME
+    assert integration.register() == NAME
     yield
     transformers.utils.logging.set_verbosity(verbosity)
 
@@ -89,7 +89,7 @@ def test_the_host_is_asked_through_one_wrapper(monkeypatch):
     for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
     before = transformers.PreTrainedModel.get_correct_attn_implementation
-    assert door.register("another_name_of_ours") == "another_name_of_ours"
+    assert integration.register("another_name_of_ours") == "another_name_of_ours"
     assert transformers.PreTrainedModel.get_correct_attn_implementation is before
     with pytest.raises(ValueError, match="'another_name_of_ours'"):
         Own._from_config(transformers.LlamaConfig(num_hidden_layers=1), attn_implementation="another_name_of_ours")

@@ -3,6 +3,7 @@ NaN."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -228,6 +229,26 @@ def test_arguments_that_do_not_fit(name, changes):
     } | changes
     with pytest.raises(flash_online.InvalidArgument, match=f"^{name}"):
         flash_online.kvcache_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"cache_seqlens": [3, 3]}, "cache_seqlens: expected an int, or an int32 tensor with a length per sequence, got list"),
+        (
+            {"key": torch.zeros(3, 2, 16), "value": torch.zeros(3, 2, 16)},
+            "or [rows, 2, 16] with cu_seqlens_new, got [3",
+        ),
+        ({"key_cache": torch.zeros(2, 9, 2, 16), "value_cache": torch.zeros(2, 9, 2, 16)}, "take transpose(1, 2)"),
+        ({"query": torch.zeros(4, 4, 16)}, "or 3 with cu_seqlens_q"),
+    ],
+    ids=["lengths in a list", "packed keys without starts", "FlashAttention's layout", "packed queries without starts"],
+)
+def test_messages_say_what_to_write(changes, says):
+    cache = torch.zeros(2, 2, 9, 16)
+    arguments = {"query": torch.zeros(2, 4, 1, 16), "key_cache": cache, "value_cache": cache.clone(), "cache_seqlens": 3}
+    with pytest.raises((TypeError, flash_online.InvalidArgument), match=re.escape(says)):
+        flash_online.kvcache_attention(**(arguments | changes))
 
 
 def test_a_length_that_the_host_knows_is_checked(cache_device):

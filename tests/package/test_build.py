@@ -99,13 +99,32 @@ def test_no_function_of_ours_is_shared_between_instruction_sets(info):
     assert {name: sets for name, sets in definers.items() if len(sets) > 1} == {}
 
 
-def test_a_torch_that_is_too_old_is_named(tmp_path, monkeypatch):
-    """By setup.py, before a compiler sees its headers."""
+@pytest.fixture
+def setup_py(monkeypatch):
+    """The functions of setup.py by name."""
     monkeypatch.setattr("setuptools.setup", lambda **options: None)
     monkeypatch.setattr(sys, "argv", ["setup.py"])
+    return runpy.run_path(str(REPOSITORY / "setup.py"))
+
+
+def test_a_compiler_that_is_not_there_is_named(setup_py, tmp_path, monkeypatch):
+    check = setup_py["check_compiler"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(SystemExit, match=r"expected a compiler of C\+\+20, such as GCC 12 .* got no c\+\+"):
+        check()
+    monkeypatch.setenv("CXX", "/nowhere/g++ -m64")
+    with pytest.raises(SystemExit, match=r"got CXX=/nowhere/g\+\+"):
+        check()
+    (tmp_path / "c++").touch(0o755)
+    monkeypatch.delenv("CXX")
+    check()
+
+
+def test_a_torch_that_is_too_old_is_named(setup_py, tmp_path, monkeypatch):
+    """By setup.py, before a compiler sees its headers."""
     monkeypatch.delenv("FLASH_ONLINE_TORCH_DIR", raising=False)
-    module = runpy.run_path(str(REPOSITORY / "setup.py"))
-    torch_dir = module["torch_dir"]
+    torch_dir = setup_py["torch_dir"]
     (tmp_path / "torch/include/torch/csrc/stable").mkdir(parents=True)
     (tmp_path / "torch/include/torch/csrc/stable/library.h").touch()
     monkeypatch.setitem(torch_dir.__globals__, "site_packages", lambda: [tmp_path])

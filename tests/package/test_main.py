@@ -144,6 +144,11 @@ def test_trace_names_the_package_that_a_picture_needs(capsys, monkeypatch, tmp_p
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
+def test_trace_help(capsys):
+    assert main(["trace", "--help"]) == 0
+    assert "trace NUMBER ... [--float64] [--plot FILE]" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("words", [[], ["trace"], ["trace", "one"], ["trace", "--float64"], ["unknown"]])
 def test_bad_command_lines_exit_with_2(capsys, words):
     assert main(words) == 2

@@ -256,11 +256,11 @@ struct BackwardSm90Kernel {
     return mask_bits(shared, stage + (a.transposed_mask == TransposedMask::kBits ? kStages : 0));
   }
 
-  // Named barriers; kPingPongBarrier + warpgroup, kMeetingBarrier + 2 * Meeting + warpgroup.
-  static constexpr int kAllMathBarrier = 1, kPingPongBarrier = 2, kMeetingBarrier = 4;
+  // Named barriers; kPingPongBarrier + warpgroup, kSyncBarrier + 2 * SyncPoint + warpgroup.
+  static constexpr int kAllMathBarrier = 1, kPingPongBarrier = 2, kSyncBarrier = 4;
   // Where all math threads wait for each other.
-  enum Meeting { kQueryTail, kKeyTail = 2, kEnd };  // kQueryTail + stage
-  static_assert(kMeetingBarrier + 2 * kEnd + 2 <= 16);
+  enum SyncPoint { kQueryTail, kKeyTail = 2, kEnd };  // kQueryTail + stage
+  static_assert(kSyncBarrier + 2 * kEnd + 2 <= 16);
 
   // Measured at head dim 128 (docs/lab/backward_sm90.md): a tile's start and end take as long as three blocks of 64 queries,
   // and 20 parts of 32768 floats as long as one.

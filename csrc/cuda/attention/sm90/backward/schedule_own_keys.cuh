@@ -101,7 +101,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
 }
 
 // Makes dS = P (dP - delta), or with dropout dS = (kept P) dP - P (1 - p) delta. P are the weights as they were rounded for the
-// products: the scores' registers are others' by now.
+// products: the registers of the scores hold other values by now.
 template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::compute_ds(int now, PackedScores& ds,
                                                                                          const PackedScores& weight,
@@ -347,7 +347,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::pr
     wait(&shared.query_full[0], parity());
     mainloop();
   } else {
-    // Else the next work tile's values would be asked for while these are on their way.
+    // Waits for values that no block needs: the producer must not load the next work tile's into the same buffer before.
     wait(&shared.value_full, tile_count % 2);
     release(&shared.value_empty);
     release(&shared.key_empty[tile_count % kKeyBuffers]);

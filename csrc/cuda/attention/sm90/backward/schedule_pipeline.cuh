@@ -117,7 +117,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
     fence_registers(flat(score));
     while (weights_and_dv_block(stage(), score)) continue;
   }
-  meet(kEnd);  // all are done with the queries in shared memory
+  sync_math(kEnd);  // all are done with the queries in shared memory
   is_part() ? store_partial(dv, kClusterKeys * kHeadDim) : store_dv();
 }
 
@@ -196,7 +196,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ru
   // This hands a block that does not exist to the third warpgroup, which so learns that there are no more.
   wait(&shared.ds_empty[block_count % kDsBuffers], block_count / kDsBuffers % 2 ^ 1);
   release(&shared.ds_full[block_count % kDsBuffers]);
-  meet(kEnd);
+  sync_math(kEnd);
   is_part() ? store_partial(dk, 0) : store_dk();
   // The other CTA still reads the dS that this one sent, and arrives here: its last arrivals must find this CTA running.
   wait_for_last_dq();

@@ -108,13 +108,12 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     if constexpr (kTile.ping_pong) arrive_named(kPingPongBarrier + (warpgroup() ^ 1), kMathThreads);
   }
   // All math threads wait for each other. The warpgroups of the pipelined schedule come here from different places of the code;
-  // compute-sanitizer takes a barrier for threads of one place, so each of them has a barrier that the other one arrives at. A
-  // warpgroup never comes to a meeting twice while the other one is at its first: in between it needs the other one's next
-  // block.
-  __device__ __forceinline__ void meet(int meeting) {
+  // compute-sanitizer takes a barrier for threads of one place, so each of them has a barrier that the other one arrives at. No
+  // warpgroup reaches a point for the second time before the other one has left it: it needs that one's next block first.
+  __device__ __forceinline__ void sync_math(int point) {
     if constexpr (kPipelined) {
-      arrive_named(kMeetingBarrier + 2 * meeting + (warpgroup() ^ 1), kMathThreads);
-      sync_named(kMeetingBarrier + 2 * meeting + warpgroup(), kMathThreads);
+      arrive_named(kSyncBarrier + 2 * point + (warpgroup() ^ 1), kMathThreads);
+      sync_named(kSyncBarrier + 2 * point + warpgroup(), kMathThreads);
     } else {
       sync_named(kAllMathBarrier, kMathThreads);
     }
@@ -265,9 +264,9 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ void clear_tail(TmaTile<kCount, kRows>& rows, int from) {
     cuda::clear_tail<kMathThreads>(rows.box, from, thread);
   }
-  __device__ __forceinline__ void publish_tail(int meeting) {
+  __device__ __forceinline__ void publish_tail(int point) {
     fence_async_proxy();
-    meet(meeting);
+    sync_math(point);
   }
   __device__ __forceinline__ void clear_key_tail() {
     const BackwardWorkTile& tile = this->tile();
