@@ -35,4 +35,12 @@ inline __attribute__((always_inline)) void visit_bool(bool value, F&& f) {
     f(std::false_type{});
 }
 
+// Calls f(std::integral_constant<int, n>), or f of the constant 0 if n is not in [1, kMost].
+template <int kMost, class F>
+inline __attribute__((always_inline)) void visit_up_to(int64_t n, const F& f) {
+  if constexpr (kMost > 0)
+    if (n != kMost) return visit_up_to<kMost - 1>(n, f);
+  f(std::integral_constant<int, kMost>());
+}
+
 }  // namespace flash_online

@@ -227,10 +227,12 @@ struct GradientWriter {
       store(to + i, gradients(row, i, cut), cut && !kLoose ? row.count_in_last_unit() : kUnit<R>);
     });
   }
-  FLASH_ONLINE_INLINE void stream(const GradientRow<R>& row, E* to) const {
+  // Prefetches elements at these distances: the pass finds its row in the L1 cache, and the memory would be idle.
+  FLASH_ONLINE_INLINE void stream(const GradientRow<R>& row, E* to, int64_t grad_ahead = 0, int64_t output_ahead = 0) const {
     int64_t i = std::min(static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % kVectorBytes / sizeof(E)), row.count);
     if (i > 0) write(row.part(0, i), to);
     for (; i + kUnit<R> <= row.count; i += kUnit<R>) {
+      __builtin_prefetch(row.grad + i + grad_ahead), __builtin_prefetch(row.output + i + output_ahead);
       const Pair<T> x = gradients(row, i, std::false_type{});
       if constexpr (kParts<R> == 2)
         stream_vector(to + i, encode(E{}, x));

@@ -11,14 +11,6 @@ namespace flash_online::cpu::FLASH_ONLINE_ISA {
 
 namespace {
 
-// Calls f(n) with n as a constant, or with the constant 0 if n exceeds kMost.
-template <int kMost, class F>
-FLASH_ONLINE_INLINE void with_constant(int64_t n, const F& f) {
-  if constexpr (kMost > 0)
-    if (n != kMost) return with_constant<kMost - 1>(n, f);
-  f(std::integral_constant<int, kMost>());
-}
-
 template <class E, class R, bool kLog>
 struct SoftmaxBackwardOp : RowOp {
   using Partial = Mean<double>;
@@ -92,7 +84,7 @@ struct ContiguousRows {
     const int64_t beyond = round_up(count, kUnit<R>) - count, stride = std::min({grad_stride, output_stride, count}),
                   last_loose = stride < 1 ? row : last - ceil_div(beyond, stride);
     if (count <= 128)
-      with_constant<4>(ceil_div(count, kUnit<R>), [&](auto units) { row = batches<kRows, units, true>(row, last_loose); });
+      visit_up_to<4>(ceil_div(count, kUnit<R>), [&](auto units) { row = batches<kRows, units, true>(row, last_loose); });
     row = batches<1, 0, true>(row, last_loose);
     batches<1, 0, false>(row, last);
     if (stream) finish_streaming();
@@ -117,7 +109,9 @@ struct ContiguousRows {
   template <int kRows>
   __attribute__((noinline)) void stream_batch(const R* grad, const R* output, E* to, auto subtrahend) const {
     for (int r = 0; r < kRows; ++r)
-      Writer(subtrahend[r]).stream(GradientRow<R>(grad + r * grad_stride, output + r * output_stride, count), to + r * count);
+      Writer(subtrahend[r])
+          .stream(GradientRow<R>(grad + r * grad_stride, output + r * output_stride, count), to + r * count,
+                  kRows * grad_stride, kRows * output_stride);
   }
   FLASH_ONLINE_INLINE void advance(auto& row, int64_t rows) const {
     row.grad += rows * grad_stride, row.output += rows * output_stride;
@@ -197,7 +191,7 @@ void short_softmax_backward(const RowProblem& problem, const Executor& executor)
   for_each_row_block<T>(problem, executor, [&](const RowBlock& block) {
     const int64_t few = adjacent && block.rows == kLanes<T> ? problem.classes : 0;
     // A constant number of classes stays in registers: a fifth to two thirds of the time.
-    with_constant<kTakesMean<R, kLog> ? 16 : 0>(few, [&](auto constant) FLASH_ONLINE_LAMBDA_INLINE {
+    visit_up_to<kTakesMean<R, kLog> ? 16 : 0>(few, [&](auto constant) FLASH_ONLINE_LAMBDA_INLINE {
       constexpr int64_t kMost = constant > 0 ? constant : kMaxShortClasses;
       Vector<T> g[kMost], y[kMost];
       if constexpr (constant > 0) {
