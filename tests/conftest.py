@@ -41,8 +41,12 @@ def place_of(item, names, values):
     return next(i for i, first in enumerate(firsts) if first is item.callspec.params[name])
 
 
+LONG = {"distributed", "package"}  # folders of tests that start processes
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.path.parent.name not in LONG)  # a long test that began last would keep one worker busy
     reason = why_no_cuda()
     if reason is None:
         return

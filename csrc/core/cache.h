@@ -98,7 +98,7 @@ FLASH_ONLINE_HD Rows kv_split_of(std::type_identity_t<Int> keys, std::type_ident
   return {begin, end - begin};
 }
 
-// A sequence that has these of its keys alone.
+// The sequence with a range of its keys only.
 FLASH_ONLINE_HD Sequence with_keys(Sequence sequence, const Rows& keys) {
   sequence.keys = {sequence.keys.begin + keys.begin, keys.count};
   sequence.visible.offset -= keys.begin;

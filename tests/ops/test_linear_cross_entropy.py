@@ -279,6 +279,7 @@ def compare_with_unfused(x, w, target, linear_bias=None, **options):
 def long_chunks(request, monkeypatch):
     if request.param != "one chunk":
         monkeypatch.setattr(_linear_cross_entropy_ops, "_CHUNK_BYTES", {"cpu": 1, "cuda": 1})
+    return request.param
 
 
 @pytest.mark.slow
@@ -288,6 +289,8 @@ def long_chunks(request, monkeypatch):
 def test_vocabularies(classes, reduction, dtype, long_chunks, device):
     """A class count that no alignment likes among them; ignored rows; a bias; class weights and smoothing."""
     few = classes > 1000 and device == "cpu"  # torch's products in float16 would take most of a minute there
+    if few and long_chunks != "one chunk":
+        pytest.skip("so few rows are one chunk")
     for rows in (1, 9) if few else (1, 128, 300):
         x, w, b = (
             leaf(rows, 96, dtype=dtype, device=device),

@@ -113,7 +113,7 @@ class RegisterVectors {
   __device__ __forceinline__ void visit_writer(const MutableView3& view, const RowCoord& coord, int classes, const F& f) const {
     visit_row_writer<Result, kElements, Group::kLanesPerRow == kWarpSize>(row_of<Result>(view, coord).data, classes, f);
   }
-  // The vector, to be unpacked a second time; `sum` as for make_opaque.
+  // The vector, opaque to the compiler (make_opaque, with `sum`), so that it is unpacked again and not kept unpacked.
   __device__ __forceinline__ uint4 reload(int i, float sum) const { return make_opaque<T>(v_[i], sum); }
   template <int kSlot, class State>
   __device__ __forceinline__ State merge_warps(State state) const {

@@ -177,7 +177,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     block.query = query;
     block.all_visible = all_visible(tile, query);
     block.dq_offset = (first_row_block + int64_t{number} * (kQueries / kStatsRows)) * (kStatsRows * dq_accum_width(a.space));
-    // Keys that are all hidden, while the other CTA's are not, are hidden bit by bit.
+    // Where this CTA's keys are all hidden and the other CTA's are not, the block is not skipped: its bits hide it.
     if constexpr (kPipelined && kHasMaskMap) mask_flags = (mask_flags >> rank() & (kVisible | kMixed)) == kVisible ? 0 : kMixed;
     if constexpr (kHasMaskMap) block.mask_flags = mask_flags;
     if constexpr (kPersistent) block.last = last, block.third = third;

@@ -81,8 +81,8 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::we
   wait_for_grad_out();
   start_grads<kHeadDimV>(dv, weight, grad_out_tile(shared, now));
   ++block_count;
-  // While the next block is on its way there is time to wait for dV, which lets the next grad_out set out. That has to set out
-  // in any case before its tail can be cleared.
+  // While the next block is loaded, this waits for dV, so that the copy of the next grad_out can start. It has to start in any
+  // case before its tail can be cleared.
   const bool releases_early = !is_complete(&shared.query_full[next], parity()) || has_query_tail();
   if (releases_early) {
     wgmma_wait<0>();
@@ -158,7 +158,7 @@ __device__ __forceinline__ bool BackwardSm90Kernel<T, Config>::MathWarpgroup::ds
   }
   clear_query_tail(next);
   begin_dp(next, dp);
-  // While grad_out is on its way there is time to wait for dK, which lets the queries of the block after the next set out.
+  // While grad_out is loaded, this waits for dK, so that the copy of the queries of the block after the next can start.
   const bool releases_early = !is_complete(&shared.grad_out_full[grad_out_buffer()], grad_out_parity());
   if (releases_early) {
     wgmma_wait<0>();
