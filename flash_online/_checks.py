@@ -36,34 +36,6 @@ def check_tensor(name: str, tensor) -> None:
         raise TypeError(f"{name}: expected a Tensor, got {type(tensor).__name__}")
 
 
-def without_others(function: Function) -> Function:
-    """A decorator: `inspect.signature` does not show `**others`, which `unexpected_keyword` turns into an error."""
-    signature = inspect.signature(function)  # type: ignore[arg-type]
-    shown = [p for p in signature.parameters.values() if p.name != "others"]
-    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-    return function
-
-
-def unexpected_keyword(function: str, name: str) -> TypeError:
-    """The error that Python raises, with the name of `attention`'s own argument for one of torch's or FlashAttention's."""
-    ours = _OWN_NAMES.get(name)
-    hint = f": the argument is `{ours}` here" if ours else ": grouped heads need no argument" if name == "enable_gqa" else ""
-    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
-
-
-_OWN_NAMES = {
-    "is_causal": "causal",
-    "attn_mask": "mask",
-    "attn_bias": "mask",
-    "attention_mask": "mask",
-    "softmax_scale": "scale",
-    "window_size": "window",
-    "return_softmax_lse": "return_lse",
-    "return_attn_probs": "return_lse",
-    "learnable_sink": "sinks",
-}
-
-
 def check_tensors(name: str, tensors) -> list[Tensor]:
     """A sequence of tensors, or a tensor that is stacked along dimension 0, as a list. Raises TypeError."""
     if not isinstance(tensors, (list, tuple)) and not (isinstance(tensors, Tensor) and tensors.dim() > 0):
@@ -177,3 +149,31 @@ def check_dim(dim, rank: int) -> int:
     if not -rank <= dim < rank:
         raise IndexError(f"dim: expected {-rank} to {rank - 1}, got {dim}")
     return dim % rank
+
+
+def without_others(function: Function) -> Function:
+    """A decorator: `inspect.signature` does not show `**others`, which `unexpected_keyword` turns into an error."""
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    shown = [p for p in signature.parameters.values() if p.name != "others"]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
+
+
+def unexpected_keyword(function: str, name: str) -> TypeError:
+    """The error that Python raises, with the name of `attention`'s own argument for one of torch's or FlashAttention's."""
+    ours = _OWN_NAMES.get(name)
+    hint = f": the argument is `{ours}` here" if ours else ": grouped heads need no argument" if name == "enable_gqa" else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+_OWN_NAMES = {
+    "is_causal": "causal",
+    "attn_mask": "mask",
+    "attn_bias": "mask",
+    "attention_mask": "mask",
+    "softmax_scale": "scale",
+    "window_size": "window",
+    "return_softmax_lse": "return_lse",
+    "return_attn_probs": "return_lse",
+    "learnable_sink": "sinks",
+}

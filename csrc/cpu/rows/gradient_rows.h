@@ -227,7 +227,7 @@ struct GradientWriter {
       store(to + i, gradients(row, i, cut), cut && !kLoose ? row.count_in_last_unit() : kUnit<R>);
     });
   }
-  // Prefetches elements at these distances: the pass finds its row in the L1 cache, and the memory would be idle.
+  // Prefetches elements at these distances, for a pass that would leave the memory idle.
   FLASH_ONLINE_INLINE void stream(const GradientRow<R>& row, E* to, int64_t grad_ahead = 0, int64_t output_ahead = 0) const {
     int64_t i = std::min(static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % kVectorBytes / sizeof(E)), row.count);
     if (i > 0) write(row.part(0, i), to);

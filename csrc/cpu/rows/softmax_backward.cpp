@@ -108,10 +108,12 @@ struct ContiguousRows {
   }
   template <int kRows>
   __attribute__((noinline)) void stream_batch(const R* grad, const R* output, E* to, auto subtrahend) const {
+    // Long rows of a softmax come from memory in this pass too, and leave it no time for the next row.
+    const int64_t ahead = kLog || count <= kChunk ? kRows : 0;
     for (int r = 0; r < kRows; ++r)
       Writer(subtrahend[r])
           .stream(GradientRow<R>(grad + r * grad_stride, output + r * output_stride, count), to + r * count,
-                  kRows * grad_stride, kRows * output_stride);
+                  ahead * grad_stride, ahead * output_stride);
   }
   FLASH_ONLINE_INLINE void advance(auto& row, int64_t rows) const {
     row.grad += rows * grad_stride, row.output += rows * output_stride;
