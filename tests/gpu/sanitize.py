@@ -25,7 +25,8 @@ from pathlib import Path
 
 from sanitizer_calls import CALLS, chosen
 
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+UNASKED = TOOLS[:3]  # initcheck comes to no end
 SCRIPT = Path(__file__).with_name("sanitizer_calls.py")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", re.MULTILINE)
 KINDS = "Invalid|Misaligned|Uninitialized|Barrier error|Program hit|Race reported|Potential \\w+ hazard"
@@ -121,7 +122,7 @@ def run_tool(sanitizer: str, tool: str, family: str, pattern: str, log) -> Repor
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tool", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--tool", nargs="+", choices=TOOLS, default=list(UNASKED))
     parser.add_argument("--calls", default="", metavar="PATTERN", help="a regular expression; `--list` shows the names")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--log", type=argparse.FileType("w"), help="all that the tools print")

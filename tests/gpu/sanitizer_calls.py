@@ -116,6 +116,14 @@ ATTENTION = {
     "few rows": attention(lengths=(5, 7), heads=(4, 2, 2)),
     "one query": attention(lengths=(1, 300), heads=(8, 2, 2)),
     "no keys": attention(lengths=(5, 0)),
+    "large scores": attention(scale=3e6, lengths=(150, 208)),
+    "large scores, head dim 256": attention(scale=3e6, head_dims=(256, 256), lengths=(70, 130), causal=True),
+    "large scores, grouped heads": attention(scale=3e6, heads=(4, 2, 1), window=(40, 9), deterministic=True),
+    "large scores, float32": attention(scale=3e8, dtype=torch.float32, lengths=(70, 90), dropout_p=0.1),
+    "large scores, packed": packed((70, 0, 130, 1), scale=3e6, causal=True, spare=9),
+    "large scores, gradient of a mask": attention(
+        scale=3e6, tensors={"mask": float_mask(2, 1, 1, 212, grad=True)}, lengths=(152, 212)
+    ),
     "inference": inference,
     "float16": attention(dtype=torch.float16),
     "float32": attention(dtype=torch.float32, lengths=(70, 90)),
