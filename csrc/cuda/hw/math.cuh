@@ -1,5 +1,7 @@
-// Arithmetic and special functions, by the hardware's approximations and by sums of two floats.
+// Arithmetic by sums of two floats, and special functions made of the hardware's approximations.
 #pragma once
+
+#include "special_functions.cuh"
 
 namespace flash_online::cuda {
 
@@ -17,39 +19,11 @@ __device__ __forceinline__ float two_product(float a, float b, float& low) {
   return product;
 }
 
-// 2^x within 2 ulp; results below 2^-126 are flushed to 0. One instruction, where exp2f adds three for denormal results.
-__device__ __forceinline__ float exp2_flushed(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// log2(x) within 2^-22, near 1 absolutely, elsewhere of the result; denormal numbers are taken for 0. One instruction.
-__device__ __forceinline__ float log2_flushed(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// 1 / x within 1 ulp; denormal numbers are flushed to 0. One instruction.
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // x * factor / by within 1 ulp, by one Newton step from the approximate `inverse` of `by`.
 __device__ __forceinline__ float divide(float x, float factor, float by, float inverse) {
   float low;
   const float product = two_product(x, factor, low), near = product * inverse, error = fmaf(-near, by, product) + low;
   return fabsf(near) < INFINITY ? fmaf(error, inverse, near) : near;
-}
-
-// The larger one; NaN if either is.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
 }
 
 // tanh(x) / u for u = 2 x log2(e) and |u| < log2(e), as a polynomial in u^2 of least relative error, 2^-26.

@@ -9,10 +9,18 @@ namespace flash_online::cuda {
 
 struct GemmOptions {
   bool transposed = false;  // of floats: gives the bits that the transposed product has
-  // For 16-bit elements: the tensor cores, which truncate sums, sum only pairs of steps; float adders, which round, sum the
-  // pairs. For long sums, which otherwise lose several units in the last place.
+  // For 16-bit elements: the tensor cores, which truncate sums, sum only kMostSteps steps; float adders, which round, sum these
+  // partials. For long sums, which otherwise lose several units in the last place.
   bool rounded = false;
 };
+constexpr int kMostSteps = 8;  // as of head dim 128
+
+// The most steps, up to kMostSteps, that divide all of them.
+constexpr int most_steps(int steps) {
+  int most = kMostSteps;
+  while (steps % most != 0) --most;
+  return most;
+}
 
 // One step of a product of 16-bit elements, for kCount columns from `column` of d on.
 template <class Element, int kRows, int kColumns, int kCount>
@@ -24,19 +32,24 @@ __device__ __forceinline__ void multiply(Accumulator<kRows, kColumns>& d, const 
     for (int j = 0; j < kCount; ++j) mma_16x8x16<Element>(d[i][column + j], a[i].words[0], b[j].words[0][0], b[j].words[0][1]);
 }
 
+struct NothingElse {
+  __device__ __forceinline__ void operator()(int) const {}
+};
+
 // d[m][n] += sum over k of left[m][k] right[n][k] over the tiles' width: 16 * kRows rows from m on, all of d's columns from
 // row 0 of `right` on. Of floats the low sums stay apart, to be added to d in the end (add_low): how k is cut up among calls
-// changes no bit of them.
-template <GemmOptions kOptions = GemmOptions{}, class Element, int kRows, int kColumns, int kWidth>
+// changes no bit of them. Calls also(step) before each step.
+template <GemmOptions kOptions = GemmOptions{}, class Element, int kRows, int kColumns, int kWidth, class Also = NothingElse>
 __device__ __forceinline__ void multiply_rows_partial(Accumulator<kRows, kColumns>& d,
                                                       CompensatedAccumulator<Element, kRows, kColumns>& compensation,
                                                       SharedTile<Element, kWidth> left, int m,
-                                                      SharedTile<Element, kWidth> right) {
+                                                      SharedTile<Element, kWidth> right, const Also& also = {}) {
   using F = Fragments<Element>;
   constexpr int kSteps = kWidth / F::kDepth, kCount = kColumns == 1 ? 1 : 2;
   static_assert(kColumns % kCount == 0);
   // Calls f(left fragments, right fragments, column) for the fragments of a step.
   const auto multiply_step = [&](int step, auto&& f) {
+    also(step);
     typename F::Left a[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) F::left_rows(a[i], left, m + 16 * i, step * F::kDepth);
@@ -48,26 +61,19 @@ __device__ __forceinline__ void multiply_rows_partial(Accumulator<kRows, kColumn
     }
   };
   if constexpr (F::kDigits == 1 && kOptions.rounded) {
-    static_assert(kSteps % 2 == 0);
-#pragma unroll 2
-    for (int step = 0; step < kSteps; step += 2) {
-      typename F::Left a[2][kRows];
+    constexpr int kStepsAtOnce = most_steps(kSteps);
+    const auto add_steps = [&](int first, Accumulator<kRows, kColumns>& to) __attribute__((always_inline)) {
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
+      for (int step = 0; step < kStepsAtOnce; ++step)
+        multiply_step(first + step, [&](const auto& a, const auto& b, int j) { multiply<Element>(to, a, b, j); });
+    };
+    add_steps(0, d);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) F::left_rows(a[n][i], left, m + 16 * i, (step + n) * F::kDepth);
-#pragma unroll
-      for (int j = 0; j < kColumns; j += kCount) {
-        Accumulator<kRows, kCount> pair;
-        clear(pair);
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          typename F::Right b[kCount];
-          F::right_rows(b, right, 8 * j, (step + n) * F::kDepth);
-          multiply<Element>(pair, a[n], b, 0);
-        }
-        for_each(pair, [&](float x, int i, int column, int e) { d[i][j + column][e] += x; });
-      }
+    for (int first = kStepsAtOnce; first < kSteps; first += kStepsAtOnce) {
+      Accumulator<kRows, kColumns> partial;
+      clear(partial);
+      add_steps(first, partial);
+      for_each(partial, [&](float x, int i, int column, int e) { d[i][column][e] += x; });
     }
   } else if constexpr (F::kDigits == 1) {
 #pragma unroll(kSteps > 16 ? 4 : kSteps)
@@ -83,11 +89,12 @@ __device__ __forceinline__ void multiply_rows_partial(Accumulator<kRows, kColumn
 }
 
 // A whole product in one call: d is the result, or its leading part where results are compensated.
-template <GemmOptions kOptions = GemmOptions{}, class Element, int kRows, int kColumns, int kWidth>
+template <GemmOptions kOptions = GemmOptions{}, class Element, int kRows, int kColumns, int kWidth, class Also = NothingElse>
 __device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d,
                                               CompensatedAccumulator<Element, kRows, kColumns>& compensation,
-                                              SharedTile<Element, kWidth> left, int m, SharedTile<Element, kWidth> right) {
-  multiply_rows_partial<kOptions>(d, compensation, left, m, right);
+                                              SharedTile<Element, kWidth> left, int m, SharedTile<Element, kWidth> right,
+                                              const Also& also = {}) {
+  multiply_rows_partial<kOptions>(d, compensation, left, m, right, also);
   add_low_unless_compensated(d, compensation);
 }
 

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -46,6 +47,7 @@ namespace device_on_host {
 constexpr int kLanes = 32, kSharedBytes = 227 << 10;
 
 inline char* shared_memory = nullptr;  // kSharedBytes, where a test has kernels that use any
+inline int room = kSharedBytes;  // that a CTA may have
 
 class Cta {
  public:
@@ -68,6 +70,7 @@ class Cta {
         const int first = backwards ? threads_ - kLanes - n : n;
         do run_lanes(first);
         while (release(first, kLanes, false));
+        if (thrown_) std::rethrow_exception(thrown_);
       }
       if (count(0, threads_, kEnded) < threads_ && !release(0, threads_, true))
         throw std::runtime_error("some lanes of a warp have ended");
@@ -95,7 +98,7 @@ class Cta {
     Function function = kSync;
     uint64_t given = 0;
   };
-  static constexpr int kStackBytes = 64 << 10;
+  static constexpr int kStackBytes = 512 << 10;
   static Cta*& current() {
     static Cta* cta = nullptr;
     return cta;
@@ -129,7 +132,7 @@ class Cta {
   }
   // Contexts make the fibers; jumps, which make no system call, switch between them.
   void make_fiber(int n) {
-    lanes_[n].stack = std::make_unique<char[]>(kStackBytes);
+    lanes_[n].stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
     ucontext_t here, fiber;
     getcontext(&fiber);
     fiber.uc_stack.ss_sp = lanes_[n].stack.get();
@@ -145,13 +148,18 @@ class Cta {
   static void begin(int n) {
     current()->suspend(n, kRunning);
     while (true) {
-      (*current()->thread_)(n);
+      try {
+        (*current()->thread_)(n);
+      } catch (...) {
+        if (!current()->thrown_) current()->thrown_ = std::current_exception();
+      }
       current()->suspend(n, kEnded);
     }
   }
 
   const int threads_;
   const std::function<void(int)>* thread_ = nullptr;
+  std::exception_ptr thrown_;  // by a thread; the CTA runs no further
   jmp_buf scheduler_;
   std::vector<Lane> lanes_;
   std::vector<uint64_t> all_;

@@ -146,6 +146,12 @@ struct KeyBlocks : VisibleBlocks<kKeys, true> {
                                    map_tiles_covered<kQueries>(map.size[2], query, queries), begin, end) {}
 };
 
+// Without a mask: every block.
+struct AllBlocks {
+  int next_;
+  __device__ __forceinline__ int next(bool&) { return next_++; }
+};
+
 // The blocks of kQueries queries that may see some of the kKeys keys from `key` on.
 template <int kQueries, int kKeys>
 struct QueryBlocks : VisibleBlocks<kQueries, false> {

@@ -70,28 +70,34 @@ int64_t AttentionCachedSm80<kHeadDim>::workspace_bytes(const ForwardPass& pass) 
   return bytes;
 }
 
+template <class Element, int kHeadDim, Variant kVariant>
+void launch_cached_sm80(const AttentionProblem& problem, void* workspace, CUstream_st* stream) {
+  using Kernel = CachedSm80Kernel<Element, kHeadDim, kVariant>;
+  ForwardSm80Arguments arguments{
+      .problem = problem,
+      .list = cached_tiles_of<Kernel>(problem),
+      .map = {},
+      .score_mod = ScoreMod(problem),
+      .keep_scale = 1,
+      .kv_splits = cached_kv_splits_of<Kernel>(problem),
+      .group = group_of<Kernel>(problem),
+      .heads_per_key_head = static_cast<int>(problem.heads / problem.key_heads),
+      .heads_per_value_head = static_cast<int>(problem.heads / problem.value_heads),
+  };
+  arguments.score_mod.has_score_mod |= problem.cache.key_scale != nullptr;
+  arguments.kv_splits.partials = static_cast<float*>(workspace);
+  launch<attention_forward_sm80<Element, kHeadDim, kVariant, true>>(
+      arguments, arguments.list.count() * arguments.kv_splits.most * value_panels_of<Kernel>(problem), Kernel::kThreads,
+      Kernel::shared_bytes(problem), stream);
+  merge_kv_splits(problem, arguments.kv_splits, stream);
+}
+
 template <int kHeadDim>
 void AttentionCachedSm80<kHeadDim>::run(const ForwardPass& pass, void* workspace, CUstream_st* stream) {
-  const AttentionProblem& problem = pass.problem;
-  visit_cached_sm80<kHeadDim>(
-      problem, [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
-        using Kernel = CachedSm80Kernel<Element, kHeadDim, kVariant>;
-        ForwardSm80Arguments arguments{
-            .problem = problem,
-            .list = cached_tiles_of<Kernel>(problem),
-            .map = {},
-            .score_mod = ScoreMod(problem),
-            .keep_scale = 1,
-            .kv_splits = cached_kv_splits_of<Kernel>(problem),
-            .group = group_of<Kernel>(problem),
-        };
-        arguments.score_mod.has_score_mod |= problem.cache.key_scale != nullptr;
-        arguments.kv_splits.partials = static_cast<float*>(workspace);
-        launch<attention_forward_sm80<Element, kHeadDim, kVariant, true>>(
-            arguments, arguments.list.count() * arguments.kv_splits.most * value_panels_of<Kernel>(problem), Kernel::kThreads,
-            Kernel::shared_bytes(problem), stream);
-        merge_kv_splits(problem, arguments.kv_splits, stream);
-      });
+  visit_cached_sm80<kHeadDim>(pass.problem,
+                              [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+                                launch_cached_sm80<Element, kHeadDim, kVariant>(pass.problem, workspace, stream);
+                              });
 }
 
 }  // namespace flash_online::cuda

@@ -31,6 +31,8 @@ struct ForwardSm80Arguments {
   float keep_scale;  // 1 / (1 - dropout)
   KvSplits kv_splits;  // of cached keys
   int group = 1;  // heads per tile, over cached keys
+  int heads_per_key_head = 1, heads_per_value_head = 1;
+  int64_t query_step = 0, key_step = 0, value_step = 0;  // of TileVectors
 };
 
 // A CTA's forward pass: run() calls the phases in the order in which they stand. kCached: over cached keys, which have neither
@@ -39,6 +41,8 @@ template <class Element, int kHeadDim, Variant kVariant, bool kCached = false>
 class ForwardSm80Kernel {
  public:
   static constexpr bool kHasOptions = kVariant != Variant::kPlain, kHasMask = kHasOptions && !kCached;
+  // Kernels for 16-bit elements without options have a loop of their own for blocks that all queries see whole.
+  static constexpr bool kHasWholeLoop = !kHasOptions && !kCached && Fragments<Element>::kDigits == 1;
   static constexpr ForwardSm80Tile kTile = forward_sm80_tile(kDigitsBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kHeadDimV = kTile.head_dim_v, kRowTiles = kTile.row_tiles;
@@ -52,6 +56,19 @@ class ForwardSm80Kernel {
            rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
   }
 
+  static int64_t query_step(const AttentionProblem& problem) {
+    if constexpr (kHasWholeLoop) return TileVectors<Element, kQueryCopy>::step(problem.query.stride[2]);
+    return 0;
+  }
+  static int64_t key_step(const AttentionProblem& problem) {
+    if constexpr (kHasWholeLoop) return TileVectors<Element, kKeyCopy>::step(problem.key.stride[2]);
+    return 0;
+  }
+  static int64_t value_step(const AttentionProblem& problem) {
+    if constexpr (kHasWholeLoop) return TileVectors<Element, kValueCopy>::step(problem.value.stride[2]);
+    return 0;
+  }
+
   __device__ static void run(const ForwardSm80Arguments& arguments);
 
  private:
@@ -62,7 +79,8 @@ class ForwardSm80Kernel {
   using Scores = Accumulator<kRowTiles, kWarpKeys / 8>;
   using Compensation = CompensatedAccumulator<Element, kRowTiles, kWarpKeys / 8>;
   using RowStates = ScoreState[kRowTiles][2];
-  static constexpr TileCopy kKeyCopy{.rows = kKeys, .width = kHeadDim, .threads = kThreads},
+  static constexpr TileCopy kQueryCopy{.rows = kQueries, .width = kHeadDim, .threads = kThreads},
+      kKeyCopy{.rows = kKeys, .width = kHeadDim, .threads = kThreads},
       kValueCopy{.rows = kKeys, .width = kHeadDimV, .threads = kThreads};
   using TileRows = std::conditional_t<kCached, GroupRows, PlainRows>;
   using KeyRows = std::conditional_t<kCached, CachedRows<Element, kKeys, kThreads>, HeadRows<Element>>;
@@ -83,17 +101,100 @@ class ForwardSm80Kernel {
     int query, last_query;
   };
 
+  // The copies of blocks to shared memory. A step starts those of its values and, once the keys have been used, those of the
+  // next block's keys; floats wait in registers until they are finished.
+  struct BlockCopies {
+    const KeyRows &key_rows, &value_rows;
+    int all;  // keys
+    Prefetch<kKeyCopy> keys;
+    Prefetch<kValueCopy> values;
+    static constexpr bool kWhole = false, kAmongProducts = false;
+
+    __device__ __forceinline__ BlockCopies(const KeyRows& key_rows_, const KeyRows& value_rows_, int all_)
+        : key_rows(key_rows_), value_rows(value_rows_), all(all_) {}
+    __device__ __forceinline__ void start_values(ValueTile tile, int key) { values.start(tile, value_rows, key, all); }
+    __device__ __forceinline__ void start_values_at(ValueTile, int) {}
+    __device__ __forceinline__ void finish_values(ValueTile tile, int key) { values.finish(tile, value_rows, key, all); }
+    __device__ __forceinline__ void start_keys(QueryTile tile, int key) { keys.start(tile, key_rows, key, all); }
+    __device__ __forceinline__ void finish_keys(QueryTile tile, int key) { keys.finish(tile, key_rows, key, all); }
+  };
+  // The same of blocks one after another, from key `first` on, all of whose rows exist and are whole vectors.
+  struct WholeCopies {
+    const ForwardSm80Arguments& arguments;
+    TileVectors<Element, kKeyCopy> keys;
+    TileVectors<Element, kValueCopy> values;
+    int key_columns, value_columns;
+    // Copies of values start between the products of queries and keys where these are many: all at once they would be in the
+    // way of the products' loads.
+    static constexpr bool kWhole = true, kAmongProducts = kHeadDim > 64;
+
+    __device__ __forceinline__ WholeCopies(const ForwardSm80Arguments& arguments_, const KeyRows& key_rows,
+                                           const KeyRows& value_rows, int first)
+        : arguments(arguments_),
+          keys(key_rows, first + kKeys),
+          values(value_rows, first),
+          key_columns(key_rows.columns),
+          value_columns(value_rows.columns) {}
+    __device__ __forceinline__ static bool can_load(const KeyRows& key_rows, const KeyRows& value_rows) {
+      return key_rows.vectors && value_rows.vectors && (key_rows.columns | value_rows.columns) % kPerVector<Element> == 0;
+    }
+    __device__ __forceinline__ void start_values(ValueTile tile, int) {
+      if constexpr (!kAmongProducts) values.load(tile, arguments.value_step, value_columns, 0, values.kCount);
+    }
+    // Two copies of the thread per step of the products.
+    __device__ __forceinline__ void start_values_at(ValueTile tile, int step) {
+      if constexpr (kAmongProducts) values.load(tile, arguments.value_step, value_columns, 2 * step, 2 * step + 2);
+    }
+    __device__ __forceinline__ void finish_values(ValueTile, int) {}
+    __device__ __forceinline__ void start_keys(QueryTile tile, int) {
+      keys.load(tile, arguments.key_step, key_columns, 0, keys.kCount);
+    }
+    __device__ __forceinline__ void finish_keys(QueryTile, int) {}
+  };
+
+  // The blocks of keys that a tile sees, and those that all of its queries see whole.
+  struct BlockRange {
+    KeyRange keys;
+    int begin, end, whole_begin, whole_end;
+    __device__ __forceinline__ explicit BlockRange(const Work& work) {
+      const Visibility& visible = work.sequence.visible;
+      const int64_t all = work.sequence.keys.count;
+      keys = keys_of_any(visible, work.query, work.last_query, all);
+      begin = static_cast<int>(keys.begin / kKeys);
+      end = keys.end > keys.begin ? static_cast<int>((keys.end + kKeys - 1) / kKeys) : 0;
+      whole_begin = static_cast<int>(ceil_div(keys_of(visible, work.last_query - 1, all).begin, int64_t{kKeys}));
+      whole_end = static_cast<int>(keys_of(visible, work.query, all).end / kKeys);
+    }
+    __device__ __forceinline__ bool is_whole(int block) const { return block >= whole_begin && block < whole_end; }
+  };
+  __device__ __forceinline__ static auto key_blocks_of(const ForwardSm80Arguments& arguments, const Work& work,
+                                                       const BlockRange& blocks) {
+    if constexpr (kHasMask)
+      return KeyBlocks<kQueries, kKeys>(arguments.map, work.batch, work.head, work.query,
+                                        static_cast<int>(work.sequence.queries.count), blocks.begin, blocks.end);
+    else
+      return AllBlocks{blocks.begin};
+  }
+  // Copies of values start between the products of queries and keys where these are many: all at once they would be in the way
+  // of the products' loads.
+  static constexpr bool kCopiesAmongProducts = kHeadDim > 64;
+
   // Sets `work`; false where the CTA has none. CTAs are an outer list of panels of the values' columns, and of kv_splits of
   // cached keys, each with the list of tiles. The first CTA of a packed sequence's head also clears what has no result.
   __device__ __forceinline__ static bool find_work(const ForwardSm80Arguments& arguments, Work& work) {
     const AttentionProblem& problem = arguments.problem;
-    const int64_t tiles = arguments.list.count(), most_kv_splits = kCached ? arguments.kv_splits.most : 1;
-    work.kv_split = blockIdx.x / tiles % most_kv_splits;
-    work.value_panel = blockIdx.x / tiles / most_kv_splits;
+    unsigned tile_index = blockIdx.x;
+    work.kv_split = work.value_panel = 0;
+    if constexpr (kCached || kHeadDimV < kHeadDim) {
+      const unsigned tiles = static_cast<unsigned>(arguments.list.count()),
+                     most_kv_splits = kCached ? static_cast<unsigned>(arguments.kv_splits.most) : 1;
+      work.kv_split = blockIdx.x / tiles % most_kv_splits;
+      work.value_panel = blockIdx.x / tiles / most_kv_splits;
+      tile_index %= tiles;
+    }
     if constexpr (kCached) work.rows = {arguments.group};
     const int tile_queries = kQueries / work.rows.heads;
-    const TileCoord tile =
-        tile_coord(problem, arguments.list, blockIdx.x % tiles, false, tile_queries, problem.visible.right >= 0);
+    const TileCoord tile = tile_coord(problem, arguments.list, tile_index, false, tile_queries, problem.visible.right >= 0);
     work.batch = tile.sequence;
     work.head = tile.head * work.rows.heads;
     if (problem.query_starts && tile.block == 0 && work.value_panel == 0 && work.kv_split == 0)
@@ -116,10 +217,15 @@ class ForwardSm80Kernel {
   }
 
   // `from`: the first head's rows.
-  __device__ __forceinline__ static void load_queries(QueryTile tile, const HeadRows<Element>& from, int64_t head_stride,
-                                                      const Work& work) {
+  __device__ __forceinline__ static void load_queries(const ForwardSm80Arguments& arguments, QueryTile tile,
+                                                      const HeadRows<Element>& from, const Work& work) {
+    if constexpr (kHasWholeLoop)
+      if (from.vectors && from.columns % kPerVector<Element> == 0 && work.last_query - work.query == kQueries) {
+        TileVectors<Element, kQueryCopy> vectors(from, work.query);
+        return vectors.load(tile, arguments.query_step, from.columns, 0, vectors.kCount);
+      }
     if constexpr (kCached)
-      load_group<kQueries, kThreads>(tile, from, head_stride, work.rows, work.query, work.last_query);
+      load_group<kQueries, kThreads>(tile, from, arguments.problem.query.stride[1], work.rows, work.query, work.last_query);
     else
       load<kQueries, kThreads>(tile, from, work.query, static_cast<int>(work.sequence.queries.count));
   }
@@ -167,42 +273,120 @@ class ForwardSm80Kernel {
     return least;
   }
 
-  // Makes weights of a row's scores and adds their sum to the row's state. Where the maximum was raised, the outputs so far are
-  // rescaled.
-  __device__ __forceinline__ static void softmax_step(Scores& scores, const Compensation& compensation, Outputs& out,
-                                                      RowStates& states, float scale) {
+  template <class F>
+  __device__ __forceinline__ static void for_each_row(F&& f) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float block_max = lowest<float>();
+      for (int half = 0; half < 2; ++half) f(i, half);
+  }
+
+  using RowFloats = float[kRowTiles][2];
+
+  // Adds weights to a row's sum. An fma with the factor of the step before would round the rows of one half of a tile in
+  // another way than those of the other.
+  __device__ __forceinline__ static void add_sum(ScoreState& state, float weights) {
+    state.sum = __fadd_rn(state.sum, weights);
+  }
+
+  // The rows' maxima in a block of scores.
+  __device__ __forceinline__ static void find_maxima(const Scores& scores, RowFloats& maxima) {
+    for_each_row([&](int i, int half) __attribute__((always_inline)) {
+      float block_max = lowest<float>();
 #pragma unroll
-        for (int j = 0; j < kWarpKeys / 8; ++j)
-          block_max = fmaxf(block_max, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
-        block_max = fmaxf(block_max, __shfl_xor_sync(~0u, block_max, 1));
-        block_max = fmaxf(block_max, __shfl_xor_sync(~0u, block_max, 2));
-        const float factor = states[i][half].raise_max_lazily(kRescaleThreshold, __fmul_rn(block_max, scale));
-        const bool is_large = !Compensation::kCompensated && is_large_score(states[i][half].max);
-        if (__any_sync(~0u, factor != 1 || is_large)) {
+      for (int j = 0; j < kWarpKeys / 8; ++j)
+        block_max = fmaxf(block_max, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
+      maxima[i][half] = block_max;
+    });
 #pragma unroll
-          for (int j = 0; j < kHeadDimV / 8; ++j) {
-            out[i][j][2 * half] *= factor;
-            out[i][j][2 * half + 1] *= factor;
-          }
-          if (__any_sync(~0u, is_large)) [[unlikely]] {
-            states[i][half].add(make_large_row_weights(scores, i, half, scale, states[i][half].max));
-            continue;
-          }
-        }
-        const bool rounds_first = Compensation::kCompensated && is_rounding_large(states[i][half].max);
-        states[i][half].add(make_row_weights(scores, i, half, [&](float x, int j, int e) {
-          if (rounds_first) [[unlikely]]
-            return states[i][half].weight(__fmul_rn(x, scale));
-          if constexpr (Compensation::kCompensated)
-            return states[i][half].weight_of_product(x, compensation.low[i][j][e], scale);
-          return states[i][half].weight_of_product(x, scale);
-        }));
+    for (int distance = 1; distance <= 2; ++distance)
+      for_each_row([&](int i, int half) __attribute__((always_inline)) {
+        maxima[i][half] = fmaxf(maxima[i][half], __shfl_xor_sync(~0u, maxima[i][half], distance));
+      });
+  }
+
+  // Raises the rows' maxima to the block's, and rescales the outputs so far where one has risen by much. All rows go through
+  // each step together: a step of one row would wait for its own results. Returns whether a row of the warp has large scores.
+  __device__ __forceinline__ static bool raise_maxima(const Scores& scores, Outputs& out, RowStates& states, float scale) {
+    RowFloats factors;
+    find_maxima(scores, factors);
+    bool rescales = false, has_large = false;
+    for_each_row([&](int i, int half) __attribute__((always_inline)) {
+      factors[i][half] = states[i][half].raise_max_lazily(kRescaleThreshold, __fmul_rn(factors[i][half], scale));
+      rescales |= factors[i][half] != 1;
+      has_large |= is_large_row(states[i][half]);
+    });
+    if (!__any_sync(~0u, rescales || has_large)) [[likely]]
+      return false;
+    for_each_row([&](int i, int half) __attribute__((always_inline)) {
+#pragma unroll
+      for (int j = 0; j < kHeadDimV / 8; ++j) {
+        out[i][j][2 * half] *= factors[i][half];
+        out[i][j][2 * half + 1] *= factors[i][half];
       }
+    });
+    return !Compensation::kCompensated && __any_sync(~0u, has_large);
+  }
+  // Whether scores are rounded before the maximum is subtracted (score_levels.cuh); floats in digits need it much later.
+  __device__ __forceinline__ static bool is_large_row(const ScoreState& state) {
+    return !Compensation::kCompensated && is_large_score(state.max);
+  }
+
+  // Adds weights times values to the outputs, and weights to the rows' sums. The weights of a step's keys are made while the
+  // tensor cores multiply those of the step before. kLarge: some rows may have large scores.
+  template <bool kLarge>
+  __device__ __forceinline__ static void add_weighted_values(const Scores& scores, Outputs& out, RowStates& states, float scale,
+                                                             ValueTile values) {
+    using F = Fragments<Element>;
+    RowFloats pivots, sums = {};
+    for_each_row([&](int i, int half) __attribute__((always_inline)) { pivots[i][half] = pivot(states[i][half].max); });
+    multiply_by_columns<kWarpKeys / F::kDepth>(
+        out,
+        [&](typename F::Left& a, int i, int step) __attribute__((always_inline)) {
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            const int j = 2 * step + n / 2, half = n % 2;
+            float x[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const float score = scores[i][j][2 * half + e];
+              x[e] = FastBinary::exp(kLarge ? exponent_below(score, scale, pivots[i][half])
+                                            : fmaf(score, scale, -pivots[i][half]));
+              sums[i][half] += x[e];
+            }
+            a.words[0][n] = F::pair(x[0], x[1]);
+          }
+        },
+        values, 0);
+    for_each_row([&](int i, int half) __attribute__((always_inline)) { add_sum(states[i][half], sums[i][half]); });
+  }
+
+  // All of a block's softmax and its product with the values.
+  __device__ __forceinline__ static void absorb_block(const Scores& scores, Outputs& out, RowStates& states, float scale,
+                                                      ValueTile values) {
+    if (!raise_maxima(scores, out, states, scale)) [[likely]]
+      add_weighted_values<false>(scores, out, states, scale, values);
+    else
+      add_weighted_values<true>(scores, out, states, scale, values);
+  }
+
+  // Makes weights of the rows' scores and adds their sums to the rows' states, whose maxima are raised first.
+  __device__ __forceinline__ static void softmax_step(Scores& scores, const Compensation& compensation, Outputs& out,
+                                                      RowStates& states, float scale) {
+    const bool has_large = raise_maxima(scores, out, states, scale);
+    for_each_row([&](int i, int half) __attribute__((always_inline)) {
+      ScoreState& state = states[i][half];
+      if (has_large && __any_sync(~0u, is_large_row(state))) [[unlikely]]
+        return add_sum(state, make_large_row_weights(scores, i, half, scale, state.max));
+      const bool rounds_first = Compensation::kCompensated && is_rounding_large(state.max);
+      const float sum = make_row_weights(scores, i, half, [&](float x, int j, int e) {
+        if (rounds_first) [[unlikely]]
+          return state.weight(__fmul_rn(x, scale));
+        if constexpr (Compensation::kCompensated) return state.weight_of_product(x, compensation.low[i][j][e], scale);
+        return state.weight_of_product(x, scale);
+      });
+      add_sum(state, sum);
+    });
   }
 
   // Merges the results of the warps that share queries into those of the first warp, through shared memory not in use.
@@ -274,14 +458,31 @@ class ForwardSm80Kernel {
     return is_empty;
   }
 
-  // Stores lse of the row as two floats: the sink's where the row is empty otherwise. The state is in base 2 and lse in base e:
-  // the sum of maximum and logarithm is made in double, so that the product with ln 2 loses nothing that the two floats would
-  // hold.
+  // lse of a state as two floats, in base e; the state is in base 2.
+  struct TwoPartLse {
+    float high, low;
+    __device__ __forceinline__ explicit TwoPartLse(const ScoreState& state) {
+      if constexpr (Compensation::kCompensated) {
+        // In double, so that the product with ln 2 loses nothing that the two floats would hold.
+        const double lse = OnlineSoftmax<double, Binary>{state.max, state.sum}.lse() * kLn2;
+        high = static_cast<float>(lse), low = static_cast<float>(lse - high);
+      } else {
+        // GPUs before Hopper with few units for double would take longer for it than for a block of keys.
+        constexpr float kLn2High = static_cast<float>(kLn2), kLn2Low = static_cast<float>(kLn2 - kLn2High);
+        float sum_low, product_low;
+        const float sum = two_sum(state.max, log2f(state.sum), sum_low), product = two_product(sum, kLn2High, product_low);
+        const float rest = fmaf(sum, kLn2Low, fmaf(sum_low, kLn2High, product_low));
+        high = product - product == 0 ? product + rest : product;
+        low = (product - high) + rest;
+      }
+    }
+  };
+
+  // Stores lse of the row as two floats: the sink's where the row is empty otherwise.
   __device__ __forceinline__ static void store_lse(const ForwardSm80Arguments& arguments, const ScoreState& state,
                                                    bool is_empty, int64_t head, int64_t index) {
     const AttentionProblem& problem = arguments.problem;
-    const double lse = OnlineSoftmax<double, Binary>{state.max, state.sum}.lse() * kLn2;
-    float high = static_cast<float>(lse), low = static_cast<float>(lse - high);
+    auto [high, low] = TwoPartLse(state);
     if (problem.sinks && is_empty) high = static_cast<const float*>(problem.sinks)[head], low = 0;
     if (kHasMask && problem.mask.data && state.max == arguments.score_mod.lowest_score)
       high = lowest_lse(problem.mask_dtype), low = static_cast<float>(log2f(state.sum) * kLn2);
@@ -358,6 +559,32 @@ class ForwardSm80Kernel {
       store_rows<Element>(out, tile, 0, results.row, to, row_stride, view.stride[3], rows, results.columns);
   }
 
+  // Calls step(copies), which moves `block` on, until there are no more blocks.
+  template <class Step>
+  __device__ __forceinline__ static void take_blocks(const ForwardSm80Arguments& arguments, const KeyRows& key_rows,
+                                                     const KeyRows& value_rows, const BlockRange& blocks, int keys, int& block,
+                                                     const Step& step) {
+    BlockCopies general(key_rows, value_rows, keys);
+    if constexpr (kHasWholeLoop) {
+      // A step of the loop of whole blocks copies the next block's keys.
+      const int whole_end =
+          WholeCopies::can_load(key_rows, value_rows) ? min(min(blocks.whole_end, blocks.end - 1), keys / kKeys - 1) : 0;
+      while (block < blocks.end) {
+        if (block >= blocks.whole_begin && block < whole_end) {
+          WholeCopies copies(arguments, key_rows, value_rows, block * kKeys);
+#pragma unroll 1
+          while (block < whole_end) step(copies);
+        } else {
+          const int stop = block < blocks.whole_begin ? min(blocks.whole_begin, blocks.end) : blocks.end;
+#pragma unroll 1
+          while (block < stop) step(general);
+        }
+      }
+    } else {
+      while (block < blocks.end) step(general);
+    }
+  }
+
   // Stores the results of a warp's rows from `row` on, once the warps that share them have merged theirs.
   __device__ __forceinline__ static void finish(const ForwardSm80Arguments& arguments, const Work& work, char* shared, int warp,
                                                 int row, Outputs& out, RowStates& states) {
@@ -397,8 +624,8 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   const ValueTile value_tile{reinterpret_cast<Digit*>(shared + kQueryBytes + kKeyBytes)};
   MaskTile<kQueries, kKeys, kThreads> mask_tile(shared + kQueryBytes + kKeyBytes + kValueBytes);
 
-  const int64_t key_head = head / (problem.heads / problem.key_heads),
-                value_head = head / (problem.heads / problem.value_heads);
+  const int key_head = static_cast<int>(head) / arguments.heads_per_key_head,
+            value_head = static_cast<int>(head) / arguments.heads_per_value_head;
   const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.head_dim);
   const KeyRows key_rows = rows_of(problem, problem.key, batch, sequence.keys, key_head, problem.head_dim, 0, 0),
                 value_rows = rows_of(problem, problem.value, batch, sequence.keys, value_head, problem.head_dim_v,
@@ -413,60 +640,66 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   const int row = (warp - key_warp * kRowWarps) * 16 * kRowTiles;  // the warp's first in the tile
   const bool is_idle = kCached && row >= (last_query - query) * rows.heads;  // the warp loads for the others alone
 
-  const KeyRange range = keys_of_any(sequence.visible, query, last_query, keys);
-  const int end = range.end > range.begin ? static_cast<int>((range.end + kKeys - 1) / kKeys) : 0;
-  KeyBlocks<kQueries, kKeys> key_blocks(arguments.map, batch, head, query, queries, static_cast<int>(range.begin / kKeys), end);
+  const BlockRange blocks(work);
+  auto key_blocks = key_blocks_of(arguments, work, blocks);
   bool mask_is_clear, next_mask_is_clear = false;
   int block = key_blocks.next(mask_is_clear);
 
   Outputs out;
   clear(out);
   RowStates states;
-  Prefetch<kKeyCopy> next_keys;
-  Prefetch<kValueCopy> values;
-  load_queries(query_tile, query_rows, problem.query.stride[1], work);
-  if constexpr (kCached) key_rows.locate(block * kKeys, range), __syncthreads();
-  if (block < end) load<kKeys, kThreads>(key_tile, key_rows, block * kKeys, keys);
+  load_queries(arguments, query_tile, query_rows, work);
+  if constexpr (kCached) key_rows.locate(block * kKeys, blocks.keys), __syncthreads();
+  if (block < blocks.end) load<kKeys, kThreads>(key_tile, key_rows, block * kKeys, keys);
   cp_async_commit();
 
-  for (int next; block < end; block = next, mask_is_clear = next_mask_is_clear) {
+  // Takes a block, and moves on to the next one.
+  const auto step = [&](auto& copies) __attribute__((always_inline)) {
+    using Copies = std::remove_reference_t<decltype(copies)>;
     const int key = block * kKeys;
     const bool masked = kHasMask && mask.data && !mask_is_clear;
     cp_async_wait();
     __syncthreads();  // the keys are there, and all have done with the values and the mask of the block before
-    values.start(value_tile, value_rows, key, keys);
+    copies.start_values(value_tile, key);
     if (masked) mask_tile.load(mask, query, queries, key, keys);
-    cp_async_commit();
+    if (!Copies::kAmongProducts) cp_async_commit();
 
     Scores scores;
     Compensation compensation;
     clear(scores);
     // Sums over a wide head dim lose several units in the last place to the tensor cores, and lse would show it.
     if (!is_idle)
-      multiply_rows<GemmOptions{.rounded = kHeadDim > 128}>(scores, compensation, query_tile, row, key_tile.from(own_keys, 0));
-    next = key_blocks.next(next_mask_is_clear);
-    values.finish(value_tile, value_rows, key, keys);
-    if constexpr (kCached) key_rows.locate(next * kKeys, range);
+      multiply_rows<GemmOptions{.rounded = (kHeadDim > 128)}>(scores, compensation, query_tile, row, key_tile.from(own_keys, 0),
+                                                              [&](int at) { copies.start_values_at(value_tile, at); });
+    const int next = key_blocks.next(next_mask_is_clear);
+    copies.finish_values(value_tile, key);
+    if constexpr (kCached) key_rows.locate(next * kKeys, blocks.keys);
+    if (Copies::kAmongProducts) cp_async_commit();
     cp_async_wait();
     __syncthreads();  // the values are there, and all have done with the keys
-    if (next < end) next_keys.start(key_tile, key_rows, next * kKeys, keys);
+    if (Copies::kWhole || next < blocks.end) copies.start_keys(key_tile, next * kKeys);
     cp_async_commit();
 
     if (!is_idle) {
-      const bool whole = all_see(sequence.visible, query, last_query, key, key + kKeys, keys);
-      const auto here = score_block({query, key + own_keys, queries, keys, whole}, rows);
+      const auto here = score_block({query, key + own_keys, queries, keys, Copies::kWhole || blocks.is_whole(block)}, rows);
       if (kHasOptions && score_mod.has_score_mod)
         apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, NoDerivative{}, &compensation);
       const auto least = [&] { return least_max(states); };
       if (masked) mask_scores<false>(scores, row, mask.dtype, score_mod.lowest_score, mask_tile, least, &compensation);
       renormalize(scores, compensation);
       if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
-      softmax_step(scores, compensation, out, states, scale);
-      if (kHasMask && dropout) drop_weights<false>(scores, row, dropout, here, [](float& x) { x = 0; });
-      multiply_accumulators(out, scores, value_tile.from(own_keys, 0));
+      if constexpr (kHasWholeLoop) {
+        absorb_block(scores, out, states, scale, value_tile);
+      } else {
+        softmax_step(scores, compensation, out, states, scale);
+        if (kHasMask && dropout) drop_weights<false>(scores, row, dropout, here, [](float& x) { x = 0; });
+        multiply_accumulators(out, scores, value_tile.from(own_keys, 0));
+      }
     }
-    if (next < end) next_keys.finish(key_tile, key_rows, next * kKeys, keys);
-  }
+    if (Copies::kWhole || next < blocks.end) copies.finish_keys(key_tile, next * kKeys);
+    block = next, mask_is_clear = next_mask_is_clear;
+  };
+  take_blocks(arguments, key_rows, value_rows, blocks, keys, block, step);
   cp_async_wait();
   __syncthreads();  // the queries are there, if no key was, and have been read by all: the outputs take their place
   finish(arguments, work, shared, warp, row, out, states);
@@ -498,6 +731,11 @@ void launch_forward_sm80(const AttentionProblem& problem, const MaskMap& map, CU
       .score_mod = ScoreMod(problem),
       .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
       .kv_splits = {},
+      .heads_per_key_head = static_cast<int>(problem.heads / std::max(problem.key_heads, int64_t{1})),
+      .heads_per_value_head = static_cast<int>(problem.heads / std::max(problem.value_heads, int64_t{1})),
+      .query_step = Kernel::query_step(problem),
+      .key_step = Kernel::key_step(problem),
+      .value_step = Kernel::value_step(problem),
   };
   const int64_t value_panels = (problem.head_dim_v + Kernel::kHeadDimV - 1) / Kernel::kHeadDimV;
   launch<attention_forward_sm80<Element, kHeadDim, kVariant>>(arguments,

@@ -1,6 +1,9 @@
 // Loads of a tensor's rows into tiles in shared memory.
 #pragma once
 
+#include <algorithm>
+#include <bit>
+
 #include "../../../core/problem.h"
 #include "../../../core/sequence.h"
 #include "../../hw/cp_async.cuh"
@@ -175,6 +178,37 @@ __device__ __forceinline__ void load_values(SharedTile<Element, kWidth> tile, co
   else
     load<kRows, kThreads>(tile, from, row, rows);
 }
+
+// A thread's vectors of tiles of kCopy.rows rows, which are loaded one tile after another: every row exists, and is whole
+// vectors. A thread's vectors are a constant number of rows apart. Threads past a whole number of rows have none.
+template <class Element, TileCopy kCopy>
+struct TileVectors {
+  static constexpr int kPer = kPerVector<Element>, kAcross = kCopy.width / kPer;
+  static constexpr int kDown = std::min(kCopy.rows, static_cast<int>(std::bit_floor(unsigned{kCopy.threads / kAcross}))),
+                       kCount = kCopy.rows / kDown;  // rows at once; vectors of a thread
+  static_assert(kCopy.rows % kDown == 0 && kDown * kAcross % kWarpSize == 0);
+  using Tile = SharedTile<Element, kCopy.width>;
+
+  const char* next;  // in global memory
+
+  // Bytes from a vector of a thread to its next.
+  static int64_t step(int64_t row_stride) { return kDown * row_stride * static_cast<int64_t>(sizeof(Element)); }
+  __device__ __forceinline__ static int row() { return static_cast<int>(threadIdx.x) / kAcross; }
+  __device__ __forceinline__ static int column() { return static_cast<int>(threadIdx.x) % kAcross * kPer; }
+
+  __device__ __forceinline__ TileVectors(const HeadRows<Element>& from, int first_row)
+      : next(reinterpret_cast<const char*>(from.data + (first_row + row()) * from.row_stride + column())) {}
+
+  // Starts the thread's copies number `begin` to `end` of the next tile. Columns from `columns` on become 0.
+  __device__ __forceinline__ void load(Tile tile, int64_t step, int columns, int begin, int end) {
+    static_assert(Fragments<Element>::kDigits == 1);
+    constexpr int kPitch = kDown * Tile::kPitch * static_cast<int>(sizeof(Element));
+    if (kDown * kAcross < kCopy.threads && row() >= kDown) return;
+    const unsigned to = tile.address(row(), column()), wanted = column() < columns;
+#pragma unroll
+    for (int n = begin; n < min(end, int{kCount}); ++n, next += step) cp_async_if(wanted, to + n * kPitch, next);
+  }
+};
 
 // Loads a tile while the CTA works on others: start() at any time, finish() once all threads have done with the tile. 16-bit
 // elements are copied straight to a tile that must be free at start(); floats stay in registers until they are cut into digits.

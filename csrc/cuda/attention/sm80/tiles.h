@@ -44,8 +44,8 @@ struct ForwardSm80Tile {
 // clang-format off
 inline constexpr ForwardSm80Tile kForwardSm80Tiles[] = {
   // 16-bit elements
-  {.bytes = 2, .head_dim = 32,  .variant = kPlain, .head_dim_v = 32,  .row_tiles = 2, .warps = 4, .keys = 64, .ctas_per_sm = 2},
-  {.bytes = 2, .head_dim = 64,  .variant = kPlain, .head_dim_v = 64,  .row_tiles = 2, .warps = 4, .keys = 64, .ctas_per_sm = 2},
+  {.bytes = 2, .head_dim = 32,  .variant = kPlain, .head_dim_v = 32,  .row_tiles = 2, .warps = 4, .keys = 64, .ctas_per_sm = 3},
+  {.bytes = 2, .head_dim = 64,  .variant = kPlain, .head_dim_v = 64,  .row_tiles = 2, .warps = 4, .keys = 48, .ctas_per_sm = 3},
   {.bytes = 2, .head_dim = 96,  .variant = kPlain, .head_dim_v = 96,  .row_tiles = 2, .warps = 4, .keys = 64, .ctas_per_sm = 2},
   {.bytes = 2, .head_dim = 128, .variant = kPlain, .head_dim_v = 128, .row_tiles = 2, .warps = 4, .keys = 64, .ctas_per_sm = 2},
   {.bytes = 2, .head_dim = 192, .variant = kPlain, .head_dim_v = 192, .row_tiles = 1, .warps = 8, .keys = 64, .ctas_per_sm = 1},

@@ -1,4 +1,5 @@
-// csrc/cuda/hw/cp_async.cuh on the host: nothing arrives before the thread waits; until then the destination holds NaN.
+// csrc/cuda/hw/cp_async.cuh on the host: nothing arrives before the thread has committed the copy and waits for it; until then
+// the destination holds NaN.
 #pragma once
 
 #include <cstring>
@@ -10,24 +11,40 @@
 namespace flash_online::cuda {
 
 struct PendingCopy {
-  void* to;
+  unsigned to;
   const void* from;
+  int bytes;  // of 16; the others become 0
 };
-inline std::map<int, std::vector<PendingCopy>> pending_copies;  // by thread
+struct PendingCopies {
+  std::vector<PendingCopy> started, committed;
+};
+inline std::map<int, PendingCopies> pending_copies;  // by thread
 
-inline void cp_async(uint4* shared, const void* global) {
-  if (shared_address(shared) % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0)
+inline void cp_async(unsigned shared, const void* global, int bytes) {
+  if (shared % 16 != 0 || (bytes > 0 && reinterpret_cast<uintptr_t>(global) % 16 != 0))
     throw std::runtime_error("cp.async: a misaligned address");
-  pending_copies[device_on_host::Cta::thread()].push_back({shared, global});
-  std::memset(shared, 0xff, 16);
+  if (bytes < 0 || bytes > 16) throw std::runtime_error("cp.async: a wrong number of bytes");
+  pending_copies[device_on_host::Cta::thread()].started.push_back({shared, global, bytes});
+  std::memset(device_on_host::shared_memory + shared, 0xff, 16);
 }
-inline void cp_async_commit() {}
+inline void cp_async(uint4* shared, const void* global, int bytes) { cp_async(shared_address(shared), global, bytes); }
+inline void cp_async(uint4* shared, const void* global) { cp_async(shared, global, 16); }
+inline void cp_async_if(unsigned wanted, unsigned shared, const void* global) { cp_async(shared, global, wanted ? 16 : 0); }
+inline void cp_async_commit() {
+  PendingCopies& mine = pending_copies[device_on_host::Cta::thread()];
+  mine.committed.insert(mine.committed.end(), mine.started.begin(), mine.started.end());
+  mine.started.clear();
+}
 template <int kPending = 0>
 void cp_async_wait() {
   static_assert(kPending == 0);
-  auto& mine = pending_copies[device_on_host::Cta::thread()];
-  for (const PendingCopy& copy : mine) std::memcpy(copy.to, copy.from, 16);
-  mine.clear();
+  PendingCopies& mine = pending_copies[device_on_host::Cta::thread()];
+  for (const PendingCopy& copy : mine.committed) {
+    char* const to = device_on_host::shared_memory + copy.to;
+    std::memset(to, 0, 16);
+    if (copy.bytes > 0) std::memcpy(to, copy.from, static_cast<size_t>(copy.bytes));
+  }
+  mine.committed.clear();
 }
 
 }  // namespace flash_online::cuda

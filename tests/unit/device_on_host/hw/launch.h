@@ -12,13 +12,18 @@
 namespace flash_online::cuda {
 
 inline int sm_count() { return 3; }
+template <cudaDeviceAttr kAttribute>
+int device_attribute() {
+  static_assert(kAttribute == cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  return device_on_host::room;
+}
 inline void check(int status, const char* what) {
   if (status != 0) throw std::runtime_error(what);
 }
 
 template <auto kKernel, class Arguments>
-void launch(const Arguments& arguments, int64_t ctas, int threads, int shared_bytes, void*) {
-  if (shared_bytes > device_on_host::kSharedBytes) throw std::runtime_error("too much shared memory");
+void launch(const Arguments& arguments, int64_t ctas, int threads, int shared_bytes, void*, bool = false) {
+  if (shared_bytes > device_on_host::room) throw std::runtime_error("too much shared memory");
   device_on_host::Cta cta(threads);
   for (int64_t n = 0; n < ctas; ++n) {
     std::memset(device_on_host::shared_memory, 0xff, device_on_host::kSharedBytes);
