@@ -32,24 +32,25 @@ __device__ __forceinline__ void multiply(Accumulator<kRows, kColumns>& d, const 
     for (int j = 0; j < kCount; ++j) mma_16x8x16<Element>(d[i][column + j], a[i].words[0], b[j].words[0][0], b[j].words[0][1]);
 }
 
-struct NothingElse {
+struct NothingBetween {
   __device__ __forceinline__ void operator()(int) const {}
 };
 
 // d[m][n] += sum over k of left[m][k] right[n][k] over the tiles' width: 16 * kRows rows from m on, all of d's columns from
 // row 0 of `right` on. Of floats the low sums stay apart, to be added to d in the end (add_low): how k is cut up among calls
-// changes no bit of them. Calls also(step) before each step.
-template <GemmOptions kOptions = GemmOptions{}, class Element, int kRows, int kColumns, int kWidth, class Also = NothingElse>
+// changes no bit of them. Calls between(step) before each step.
+template <GemmOptions kOptions = GemmOptions{}, class Element, int kRows, int kColumns, int kWidth,
+          class Between = NothingBetween>
 __device__ __forceinline__ void multiply_rows_partial(Accumulator<kRows, kColumns>& d,
                                                       CompensatedAccumulator<Element, kRows, kColumns>& compensation,
                                                       SharedTile<Element, kWidth> left, int m,
-                                                      SharedTile<Element, kWidth> right, const Also& also = {}) {
+                                                      SharedTile<Element, kWidth> right, const Between& between = {}) {
   using F = Fragments<Element>;
   constexpr int kSteps = kWidth / F::kDepth, kCount = kColumns == 1 ? 1 : 2;
   static_assert(kColumns % kCount == 0);
   // Calls f(left fragments, right fragments, column) for the fragments of a step.
   const auto multiply_step = [&](int step, auto&& f) {
-    also(step);
+    between(step);
     typename F::Left a[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) F::left_rows(a[i], left, m + 16 * i, step * F::kDepth);
@@ -89,12 +90,13 @@ __device__ __forceinline__ void multiply_rows_partial(Accumulator<kRows, kColumn
 }
 
 // A whole product in one call: d is the result, or its leading part where results are compensated.
-template <GemmOptions kOptions = GemmOptions{}, class Element, int kRows, int kColumns, int kWidth, class Also = NothingElse>
+template <GemmOptions kOptions = GemmOptions{}, class Element, int kRows, int kColumns, int kWidth,
+          class Between = NothingBetween>
 __device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d,
                                               CompensatedAccumulator<Element, kRows, kColumns>& compensation,
                                               SharedTile<Element, kWidth> left, int m, SharedTile<Element, kWidth> right,
-                                              const Also& also = {}) {
-  multiply_rows_partial<kOptions>(d, compensation, left, m, right, also);
+                                              const Between& between = {}) {
+  multiply_rows_partial<kOptions>(d, compensation, left, m, right, between);
   add_low_unless_compensated(d, compensation);
 }
 
