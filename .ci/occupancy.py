@@ -90,13 +90,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         folder = Path(name)
         (folder / "head_dims.h").write_text("#pragma once\n")
-        rows = [key for key in tiles(folder) if key[1] in options.head_dim]
+        rows = {key: tile for key, tile in tiles(folder).items() if key[1] in options.head_dim}
         reports = {(key, arch): pool.submit(compiled, folder, *key, arch) for key in rows for arch in options.arch}
         print("| | queries x keys | warps | KiB |" + "".join(f" {GPUS[a][0]} ({a[:-1]}.{a[-1]}) |" for a in options.arch))
         print("|---" * (4 + len(options.arch)) + "|")
-        for key in rows:
+        for key, (queries, keys, threads, shared) in rows.items():
             kind, head_dim, variant = key
-            queries, keys, threads, shared = tiles(folder)[key]
             cells = []
             for arch in options.arch:
                 registers, spills = reports[key, arch].result()

@@ -1,7 +1,9 @@
 """`make sanitize`: the calls of sanitizer_calls.py under compute-sanitizer, and a table of what each tool found; exit code 1 if
 any of them found something.
 
-    python tests/gpu/sanitize.py [--tool memcheck racecheck initcheck synccheck] [--calls PATTERN] [--log FILE]
+    python tests/gpu/sanitize.py [--tool memcheck racecheck synccheck initcheck] [--calls PATTERN] [--log FILE]
+
+Without --tool, all tools run but initcheck.
 
 torch's caching allocator is off, so that each tensor is an allocation of its own, whose ends memcheck sees. Tools look at
 kernels of namespace flash_online alone: torch's are not ours to check; what these write counts as initialised.
@@ -26,7 +28,7 @@ from pathlib import Path
 from sanitizer_calls import CALLS, chosen
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-UNASKED = TOOLS[:3]  # initcheck comes to no end
+BY_DEFAULT = [tool for tool in TOOLS if tool != "initcheck"]  # which comes to no end
 SCRIPT = Path(__file__).with_name("sanitizer_calls.py")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", re.MULTILINE)
 KINDS = "Invalid|Misaligned|Uninitialized|Barrier error|Program hit|Race reported|Potential \\w+ hazard"
@@ -122,7 +124,7 @@ def run_tool(sanitizer: str, tool: str, family: str, pattern: str, log) -> Repor
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tool", nargs="+", choices=TOOLS, default=list(UNASKED))
+    parser.add_argument("--tool", nargs="+", choices=TOOLS, default=BY_DEFAULT)
     parser.add_argument("--calls", default="", metavar="PATTERN", help="a regular expression; `--list` shows the names")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--log", type=argparse.FileType("w"), help="all that the tools print")

@@ -638,7 +638,7 @@ def test_a_quick_run_of_models_compares_them_with_eager(tmp_path):
 def test_a_command_line_that_does_not_fit_is_refused(modules, monkeypatch, capsys, tmp_path, arguments, says):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FLASH_ATTENTION_3", raising=False)
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")  # which main() would set for the tests after this one
     monkeypatch.setattr(sys, "argv", ["bench", *arguments.split()])
     with pytest.raises(SystemExit) as ended:  # argparse exits by itself
         sys.exit(modules["run"].main())

@@ -13,11 +13,9 @@ __device__ __forceinline__ void cp_async(uint4* shared, const void* global) {
 }
 // Copies the first `bytes` of 16 and fills the others with zeros; only what is copied is read. (The intrinsic of
 // cuda_pipeline.h becomes a tree of branches if `bytes` is not a constant.)
-__device__ __forceinline__ void cp_async(unsigned shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void cp_async(uint4* shared, const void* global, int bytes) {
-  cp_async(shared_address(shared), global, bytes);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
+               : "memory");
 }
 // Copies 8 bytes, or fills them with zeros and reads nothing if not `wanted`; both addresses are multiples of 8.
 __device__ __forceinline__ void cp_async_8(double* shared, const double* global, bool wanted) {

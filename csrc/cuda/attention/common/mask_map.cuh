@@ -148,8 +148,8 @@ struct KeyBlocks : VisibleBlocks<kKeys, true> {
 
 // Without a mask: every block.
 struct AllBlocks {
-  int next_;
-  __device__ __forceinline__ int next(bool&) { return next_++; }
+  int block;
+  __device__ __forceinline__ int next(bool&) { return block++; }
 };
 
 // The blocks of kQueries queries that may see some of the kKeys keys from `key` on.

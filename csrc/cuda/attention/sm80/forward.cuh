@@ -32,7 +32,7 @@ struct ForwardSm80Arguments {
   KvSplits kv_splits;  // of cached keys
   int group = 1;  // heads per tile, over cached keys
   int heads_per_key_head = 1, heads_per_value_head = 1;
-  int64_t query_step = 0, key_step = 0, value_step = 0;  // of TileVectors
+  int64_t query_step = 0, key_step = 0, value_step = 0;  // TileVectors::step
 };
 
 // A CTA's forward pass: run() calls the phases in the order in which they stand. kCached: over cached keys, which have neither
@@ -56,16 +56,13 @@ class ForwardSm80Kernel {
            rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
   }
 
-  static int64_t query_step(const AttentionProblem& problem) {
-    if constexpr (kHasWholeLoop) return TileVectors<Element, kQueryCopy>::step(problem.query.stride[2]);
-    return 0;
-  }
-  static int64_t key_step(const AttentionProblem& problem) {
-    if constexpr (kHasWholeLoop) return TileVectors<Element, kKeyCopy>::step(problem.key.stride[2]);
-    return 0;
-  }
-  static int64_t value_step(const AttentionProblem& problem) {
-    if constexpr (kHasWholeLoop) return TileVectors<Element, kValueCopy>::step(problem.value.stride[2]);
+  static constexpr TileCopy kQueryCopy{.rows = kQueries, .width = kHeadDim, .threads = kThreads},
+      kKeyCopy{.rows = kKeys, .width = kHeadDim, .threads = kThreads},
+      kValueCopy{.rows = kKeys, .width = kHeadDimV, .threads = kThreads};
+  // TileVectors::step of the rows of `view`, where the kernel has TileVectors.
+  template <TileCopy kCopy>
+  static int64_t step_of(const ConstView4& view) {
+    if constexpr (kHasWholeLoop) return TileVectors<Element, kCopy>::step(view.stride[2]);
     return 0;
   }
 
@@ -79,9 +76,6 @@ class ForwardSm80Kernel {
   using Scores = Accumulator<kRowTiles, kWarpKeys / 8>;
   using Compensation = CompensatedAccumulator<Element, kRowTiles, kWarpKeys / 8>;
   using RowStates = ScoreState[kRowTiles][2];
-  static constexpr TileCopy kQueryCopy{.rows = kQueries, .width = kHeadDim, .threads = kThreads},
-      kKeyCopy{.rows = kKeys, .width = kHeadDim, .threads = kThreads},
-      kValueCopy{.rows = kKeys, .width = kHeadDimV, .threads = kThreads};
   using TileRows = std::conditional_t<kCached, GroupRows, PlainRows>;
   using KeyRows = std::conditional_t<kCached, CachedRows<Element, kKeys, kThreads>, HeadRows<Element>>;
   template <TileCopy kCopy>
@@ -118,14 +112,14 @@ class ForwardSm80Kernel {
     __device__ __forceinline__ void start_keys(QueryTile tile, int key) { keys.start(tile, key_rows, key, all); }
     __device__ __forceinline__ void finish_keys(QueryTile tile, int key) { keys.finish(tile, key_rows, key, all); }
   };
-  // The same of blocks one after another, from key `first` on, all of whose rows exist and are whole vectors.
+  // The copies of consecutive blocks from key `first` on, if every row of these blocks exists and consists of whole vectors.
   struct WholeCopies {
     const ForwardSm80Arguments& arguments;
     TileVectors<Element, kKeyCopy> keys;
     TileVectors<Element, kValueCopy> values;
     int key_columns, value_columns;
-    // Copies of values start between the products of queries and keys where these are many: all at once they would be in the
-    // way of the products' loads.
+    // In a wide tile, copies of values start between the steps of the product of queries and keys: many copies at once would
+    // delay the product's loads from shared memory.
     static constexpr bool kWhole = true, kAmongProducts = kHeadDim > 64;
 
     __device__ __forceinline__ WholeCopies(const ForwardSm80Arguments& arguments_, const KeyRows& key_rows,
@@ -175,9 +169,6 @@ class ForwardSm80Kernel {
     else
       return AllBlocks{blocks.begin};
   }
-  // Copies of values start between the products of queries and keys where these are many: all at once they would be in the way
-  // of the products' loads.
-  static constexpr bool kCopiesAmongProducts = kHeadDim > 64;
 
   // Sets `work`; false where the CTA has none. CTAs are an outer list of panels of the values' columns, and of kv_splits of
   // cached keys, each with the list of tiles. The first CTA of a packed sequence's head also clears what has no result.
@@ -370,7 +361,7 @@ class ForwardSm80Kernel {
       add_weighted_values<true>(scores, out, states, scale, values);
   }
 
-  // Makes weights of the rows' scores and adds their sums to the rows' states, whose maxima are raised first.
+  // Raises the maxima in the rows' states, replaces the scores by their weights and adds the weights to the states' sums.
   __device__ __forceinline__ static void softmax_step(Scores& scores, const Compensation& compensation, Outputs& out,
                                                       RowStates& states, float scale) {
     const bool has_large = raise_maxima(scores, out, states, scale);
@@ -511,38 +502,32 @@ class ForwardSm80Kernel {
   __device__ __forceinline__ static void store_partial(const ForwardSm80Arguments& arguments, const ResultTile& results,
                                                        int64_t kv_split, const Outputs& out, RowStates& states) {
     const KvSplits& kv_splits = arguments.kv_splits;
+    for_each_row([&](int i, int half) __attribute__((always_inline)) {
+      join_sums(states[i][half]);
+      const int64_t index = results.index_of(arguments.problem, i, half);
+      if (index < 0) return;
+      float* const to = kv_splits.partial(index, kv_split);
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        join_sums(states[i][half]);
-        const int64_t index = results.index_of(arguments.problem, i, half);
-        if (index < 0) continue;
-        float* const to = kv_splits.partial(index, kv_split);
-#pragma unroll
-        for (int j = 0; j < kHeadDimV / 8; ++j)
-          if (const int column = 8 * j + 2 * lane_in_quad(); column < results.columns)
-            *reinterpret_cast<float2*>(to + results.first_column + column) = {out[i][j][2 * half], out[i][j][2 * half + 1]};
-        if (results.first_column == 0 && lane_in_quad() == 0) kv_splits.state(to) = {states[i][half].max, states[i][half].sum};
-      }
+      for (int j = 0; j < kHeadDimV / 8; ++j)
+        if (const int column = 8 * j + 2 * lane_in_quad(); column < results.columns)
+          *reinterpret_cast<float2*>(to + results.first_column + column) = {out[i][j][2 * half], out[i][j][2 * half + 1]};
+      if (results.first_column == 0 && lane_in_quad() == 0) kv_splits.state(to) = {states[i][half].max, states[i][half].sum};
+    });
   }
 
   // Stores out, by way of `tile`, and lse.
   __device__ __forceinline__ static void store_results(const ForwardSm80Arguments& arguments, const ResultTile& results,
                                                        ValueTile tile, Outputs& out, RowStates& states) {
     const AttentionProblem& problem = arguments.problem;
-    const int64_t key_head = results.head / (problem.heads / problem.key_heads);
+    const int64_t key_head = results.head / arguments.heads_per_key_head;
     const float scale = kCached ? scale_of(problem.cache.value_scale, problem.cache.value_scale_stride, results.batch, key_head)
                                 : arguments.keep_scale;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t head = results.head_of(i, half), index = results.index_of(problem, i, half);
-        const bool is_empty = finish_row(arguments, head, scale, out, states, i, half);
-        if (results.first_column == 0 && lane_in_quad() == 0 && index >= 0 && problem.lse)
-          store_lse(arguments, states[i][half], is_empty, head, index);
-      }
+    for_each_row([&](int i, int half) __attribute__((always_inline)) {
+      const int64_t head = results.head_of(i, half), index = results.index_of(problem, i, half);
+      const bool is_empty = finish_row(arguments, head, scale, out, states, i, half);
+      if (results.first_column == 0 && lane_in_quad() == 0 && index >= 0 && problem.lse)
+        store_lse(arguments, states[i][half], is_empty, head, index);
+    });
     const MutableView4& view = problem.out;
     const int64_t row_stride = view.stride[2], head_stride = view.stride[1];
     Element* const to = static_cast<Element*>(view.data) + results.batch * view.stride[0] + results.head * head_stride +
@@ -733,9 +718,9 @@ void launch_forward_sm80(const AttentionProblem& problem, const MaskMap& map, CU
       .kv_splits = {},
       .heads_per_key_head = static_cast<int>(problem.heads / std::max(problem.key_heads, int64_t{1})),
       .heads_per_value_head = static_cast<int>(problem.heads / std::max(problem.value_heads, int64_t{1})),
-      .query_step = Kernel::query_step(problem),
-      .key_step = Kernel::key_step(problem),
-      .value_step = Kernel::value_step(problem),
+      .query_step = Kernel::template step_of<Kernel::kQueryCopy>(problem.query),
+      .key_step = Kernel::template step_of<Kernel::kKeyCopy>(problem.key),
+      .value_step = Kernel::template step_of<Kernel::kValueCopy>(problem.value),
   };
   const int64_t value_panels = (problem.head_dim_v + Kernel::kHeadDimV - 1) / Kernel::kHeadDimV;
   launch<attention_forward_sm80<Element, kHeadDim, kVariant>>(arguments,

@@ -20,16 +20,16 @@ struct PendingCopies {
 };
 inline std::map<int, PendingCopies> pending_copies;  // by thread
 
-inline void cp_async(unsigned shared, const void* global, int bytes) {
+inline void start_copy(unsigned shared, const void* global, int bytes) {
   if (shared % 16 != 0 || (bytes > 0 && reinterpret_cast<uintptr_t>(global) % 16 != 0))
     throw std::runtime_error("cp.async: a misaligned address");
   if (bytes < 0 || bytes > 16) throw std::runtime_error("cp.async: a wrong number of bytes");
   pending_copies[device_on_host::Cta::thread()].started.push_back({shared, global, bytes});
   std::memset(device_on_host::shared_memory + shared, 0xff, 16);
 }
-inline void cp_async(uint4* shared, const void* global, int bytes) { cp_async(shared_address(shared), global, bytes); }
+inline void cp_async(uint4* shared, const void* global, int bytes) { start_copy(shared_address(shared), global, bytes); }
 inline void cp_async(uint4* shared, const void* global) { cp_async(shared, global, 16); }
-inline void cp_async_if(unsigned wanted, unsigned shared, const void* global) { cp_async(shared, global, wanted ? 16 : 0); }
+inline void cp_async_if(unsigned wanted, unsigned shared, const void* global) { start_copy(shared, global, wanted ? 16 : 0); }
 inline void cp_async_commit() {
   PendingCopies& mine = pending_copies[device_on_host::Cta::thread()];
   mine.committed.insert(mine.committed.end(), mine.started.begin(), mine.started.end());
