@@ -28,7 +28,7 @@ PASSES = {
     "forward": ("sm80/forward.cuh", "attention_forward_sm80", "ForwardSm80Arguments"),
     "backward": ("sm80/backward.cuh", "attention_backward_sm80", "BackwardSm80Arguments"),
 }
-VARIANTS = ("plain", "options", "small")
+VARIANTS = ("plain", "plain, 163 KiB", "plain, 99 KiB", "any rows", "options", "small")
 TILES = """
 #include <cstdio>
 #include "cuda/attention/sm80/tiles.h"

@@ -1,17 +1,17 @@
-"""Makes the docs pages of attention on a GPU from the records: all cells, cached keys, the kernels of FlashAttention-1 and -2,
-several GPUs, a training step, and whole models."""
+"""Makes the docs pages of attention on a GPU from the records: all cells, the general kernels, cached keys, the kernels of
+FlashAttention-1 and -2, several GPUs, a training step, and whole models."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from .attention.summary import DEFAULT, DENSE, GROUPS, MIB, over
+from .attention.summary import BY_OVERRIDE, DEFAULT, DENSE, GROUPS, MIB, over
 from .decode import summary as decode_summary
 from .distributed import GRAPHS, METHODS, ONE, PEERS, TWINS
 from .family.summary import PROFILED_LENGTH
 from .family.summary import PROVIDERS as FAMILY
-from .summary import BY_REGISTRY, DIRECTIONS, MATH, OURS
+from .summary import BY_REGISTRY, DIRECTIONS, MATH, OURS, TORCH, geometric_mean
 from .tables import heading, number, pair, table, targets_table, times
 
 # --- Attention on a GPU -------------------------------------------------------------------------------------------------------
@@ -90,13 +90,29 @@ def cell_table(results: list[dict]) -> list[str]:
     return table([*head, *(["MiB beyond results"] if rated else []), "error"], rows)
 
 
+def call_table(results: list[dict]) -> list[str]:
+    """Wall time of a call, forward / forward and backward; by how much override() and activate() are faster than torch."""
+    keys, ways = ("forward_ms", "step_ms"), {"override()": BY_OVERRIDE, "activate()": BY_REGISTRY}
+    rows = []
+    for r in results:
+        took = {name: [r["providers"].get(name, {}).get(key) for key in keys] for name in (TORCH, *ways.values())}
+        cells = [[None if ms is None else number(1e3 * ms) for ms in of_one] for of_one in took.values()]
+        for own in ways.values():
+            pairs = zip(took[TORCH], took[own], strict=True)
+            cells.append([times(theirs / ours) if theirs and ours else None for theirs, ours in pairs])
+        rows.append([r["case"], *(" / ".join(entry or "-" for entry in of_one) for of_one in cells)])
+    head = ["us per call: forward / forward and backward", TORCH, *ways, *(f"x {TORCH}, {way}" for way in ways)]
+    return table(head, rows)
+
+
 def cell_tables(record: dict) -> list[str]:
     lines = []
     for group, title in GROUPS.items():
         results = [r for r in record["results"] if r["family"] == group]
         if not results:
             continue
-        lines += ["", f"### {title}", "", *cell_table(results), *unavailable_in(results)]
+        of_group = call_table if group == "calls" else cell_table
+        lines += ["", f"### {title}", "", *of_group(results), *unavailable_in(results)]
     return lines
 
 
@@ -112,7 +128,7 @@ def unavailable_in(results: list[dict]) -> list[str]:
     return lines
 
 
-def attention_page(record: dict) -> list[str]:
+def _attention_heading(record: dict) -> list[str]:
     matmul = [r["matmul"]["tflop_per_s"] for r in record["results"]]
     lines = [*heading(record), ""]
     if matmul:
@@ -120,6 +136,11 @@ def attention_page(record: dict) -> list[str]:
         lines += [f"{took}; matmul {number(min(matmul))} to {number(max(matmul))} TFLOP/s.", ""]
     if record["wrong"]:
         lines += [f"{record['wrong']} cells of ours were wrong and are not here.", ""]
+    return lines
+
+
+def attention_page(record: dict) -> list[str]:
+    lines = _attention_heading(record)
     met = sum(target["met"] for target in record["targets"])
     lines += [
         f"{met} of {len(record['targets'])} targets are met.",
@@ -131,6 +152,39 @@ def attention_page(record: dict) -> list[str]:
     if any(r["family"] == "plain" for r in record["results"]):
         lines += ["", "![Plain attention: TFLOP/s over the length, ours beside the peers](../figures/attention_plain.png)"]
     return lines + cell_tables(record)
+
+
+# --- The general kernels ------------------------------------------------------------------------------------------------------
+
+
+def general_means(record: dict) -> list[str]:
+    """Geometric means of FlashAttention-2's time over ours, over all cells and over the plain ones, and every ratio below 1."""
+    found = [(r, d, over(r, d)) for r in record["results"] for d in DIRECTIONS]
+    ratios = [(r, d, best[0]) for r, d, best in found if best]
+    rows = []
+    for name, families in (("all", set(GROUPS)), ("plain", {"plain"})):
+        of_one = {d: [x for r, direction, x in ratios if direction == d and r["family"] in families] for d in DIRECTIONS}
+        if any(of_one.values()):
+            means = [times(geometric_mean(of_one[d])) if of_one[d] else "-" for d in DIRECTIONS]
+            rows.append([name, " / ".join(str(len(of_one[d])) for d in DIRECTIONS), *means])
+    behind = sorted((x, r["kind"], r["case"], r["dtype"], d) for r, d, x in ratios if x < 1)
+    lines = [*table(["x FlashAttention-2, geometric means", "cells", *DIRECTIONS], rows), ""] if rows else []
+    lines.append(f"{len(behind)} of {len(ratios)} ratios are below 1{':' if behind else '.'}")
+    if behind:
+        below = [[f"{kind}: {case}, {dtype}", direction, f"{x:.3f}"] for x, kind, case, dtype, direction in behind]
+        lines += ["", *table(["below 1", "", "x FlashAttention-2"], below)]
+    return lines
+
+
+def general_page(record: dict) -> list[str]:
+    """The general kernels on one GPU, compared with FlashAttention-2; and torch's function, with ours in its place."""
+    lines = [f"## {record['device']}", "", *_attention_heading(record), *general_means(record)]
+    return [*lines, "", *attention_summary_table(record), *cell_tables(record)]
+
+
+def general_terminal_summary(record: dict) -> list[str]:
+    calls = [r for r in record["results"] if r["family"] == "calls"]
+    return ["", *general_means(record), "", *attention_summary_table(record), "", *(call_table(calls) if calls else [])]
 
 
 # --- Cached keys on a GPU -----------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """The generated parts of the docs: python -m flash_online bench docs writes every table and every figure from the records.
 
-README.md gets the main numbers, rows.md, attention.md, decode.md and distributed.md in docs/performance all cases, paper.md the
-paper's tables, docs/design/family.md the tables of attention's kernels and docs/integrations/transformers.md whole models, each
-between two markers. The figures are curves and bars of the records, and the figures of online_softmax.md, which docs/figures.py
-draws.
+README.md gets the main numbers, rows.md, attention.md, attention_sm80.md, decode.md and distributed.md in docs/performance all
+cases, paper.md the paper's tables, docs/design/family.md the tables of attention's kernels and
+docs/integrations/transformers.md whole models, each between two markers. The figures are curves and bars of the records, and
+the figures of online_softmax.md, which docs/figures.py draws.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .attention_pages import attention_page, decode_page, distributed_page, family_page, models_page, training_page
+from .attention_pages import (
+    attention_page,
+    decode_page,
+    distributed_page,
+    family_page,
+    general_page,
+    models_page,
+    training_page,
+)
 from .machine import RESULTS, ROOT
 from .readme import readme_page
 from .row_pages import case_page, odd_page, paper_page
@@ -21,11 +29,12 @@ from .summary import SCHEMA
 
 BEGIN, END = "<!-- python -m flash_online bench docs writes from here -->", "<!-- to here -->"
 
-# page -> one or several results -> the function that makes the page's lines
+# page -> one or several results -> the function that makes the page's lines; with a * it makes the lines of each such result
 PAGES = {
     ROOT / "README.md": {("attention", "decode", "cuda", "cpu", "training"): readme_page},
     ROOT / "docs" / "performance" / "rows.md": {"cpu": case_page, "cuda": case_page, "odd": odd_page},
     ROOT / "docs" / "performance" / "attention.md": {"attention": attention_page, "training": training_page},
+    ROOT / "docs" / "performance" / "attention_sm80.md": {"attention_sm80_*": general_page},
     ROOT / "docs" / "performance" / "decode.md": {"decode": decode_page},
     ROOT / "docs" / "performance" / "distributed.md": {"distributed": distributed_page},
     ROOT / "docs" / "performance" / "paper.md": {"paper": paper_page},
@@ -45,9 +54,13 @@ def updated(page: Path) -> str:
     """The page's text with tables from the records."""
     body = []
     for names, lines_of in PAGES[page].items():
-        paths = [RESULTS / f"{name}.json" for name in ([names] if isinstance(names, str) else names)]
-        if all(path.is_file() for path in paths):
-            body += [*lines_of(*map(read, paths)), ""]
+        if isinstance(names, str):
+            sets = [[path] for path in sorted(RESULTS.glob(f"{names}.json"))]
+        else:
+            sets = [[RESULTS / f"{name}.json" for name in names]]
+        for paths in sets:
+            if all(path.is_file() for path in paths):
+                body += [*lines_of(*map(read, paths)), ""]
     body = body or ["None committed yet.", ""]
     before, rest = page.read_text().split(BEGIN)
     _, after = rest.split(END)

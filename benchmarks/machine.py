@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -37,6 +38,14 @@ def fix_malloc_thresholds(keep: bool) -> str:
     return ("kept" if keep else "new from 32 MiB up") if done else "as the system has it"
 
 
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else _info.processor()
+
+
+def in_a_file_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
 def environment(device: str) -> dict:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -45,7 +54,7 @@ def environment(device: str) -> dict:
     changed = "+" if git("status", "--porcelain", "--untracked-files=no", "--", *measured) else ""
     facts = {
         "schema": SCHEMA,
-        "device": torch.cuda.get_device_name() if device == "cuda" else _info.processor(),
+        "device": device_name(device),
         "date": datetime.date.today().isoformat(),
         "commit": (git("rev-parse", "--short", "HEAD") or "uncommitted") + changed,
         "package": "of this checkout" if Path(_info.__file__).is_relative_to(ROOT) else "installed",

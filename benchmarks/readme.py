@@ -5,7 +5,7 @@ from __future__ import annotations
 from textwrap import wrap
 
 from .attention.summary import CUDNN, EFFICIENT, FA3, VARLEN
-from .summary import DIRECTIONS, FLASH, OURS
+from .summary import DIRECTIONS, FLASH, OURS, TORCH
 from .tables import heading, pair, table, times
 
 # The rows of each record in the README, and their names there: eight, the weak ones among them. The pages have all.
@@ -88,9 +88,7 @@ def _of_training(record: dict) -> list[list[str]]:
     """The longest sequences: a step's attention, and the whole step."""
     keys, rows = ("attention_ms", "step_ms"), []
     for result in record["results"][-1:]:
-        ours, default, fa3 = (
-            [result["providers"].get(name, {}).get(key) for key in keys] for name in (OURS, "torch's default", FA3)
-        )
+        ours, default, fa3 = ([result["providers"].get(name, {}).get(key) for key in keys] for name in (OURS, TORCH, FA3))
         cells = [
             pair((theirs / own for theirs, own in zip(peer, ours, strict=True)), times) if all([*ours, *peer]) else "-"
             for peer in (default, fa3)

@@ -76,11 +76,14 @@ def run_odd(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
 
 
 def run_attention(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    cells = attention.chosen(options.cases, options.match, options.quick)
+    cells = attention.chosen(options.cases, options.match, options.quick, options.kernel)
     if options.list:
-        print("\n".join(f"{c.family:9} {c.kind:24} {c.label}, {str(c.dtype)[6:]}" for c in cells))
+        print("\n".join(f"{c.family:9} {c.kind:26} {c.label}, {str(c.dtype)[6:]}" for c in cells))
         return 0
-    path, device = out_of(parser, options, "attention", len(cells)), gpu_unless_quick(parser, options)
+    device, name = gpu_unless_quick(parser, options), "attention"
+    if options.kernel:  # a record per GPU, so that they stand side by side
+        name = f"{name}_{options.kernel}_{machine.in_a_file_name(machine.device_name(device))}"
+    path = out_of(parser, options, name, len(cells))
     return attention.run(cells, device, facts_of(options, device), path, options.providers)
 
 
@@ -155,7 +158,9 @@ def gpu_unless_quick(parser: argparse.ArgumentParser, options: argparse.Namespac
 
 def facts_of(options: argparse.Namespace, device: str) -> dict:
     chosen = {
-        name: getattr(options, name) for name in ("seconds", "rounds", "note") if getattr(options, name, None) is not None
+        name: getattr(options, name)
+        for name in ("kernel", "seconds", "rounds", "note")
+        if getattr(options, name, None) is not None
     }
     return machine.environment(device) | chosen
 
@@ -182,8 +187,11 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add_choice(command, sorted({case.family for case in ODD}), [name for name in peers if name != OURS])
     command = add("attention", run_attention, "attention on a GPU, cell by cell, against FA3, cuDNN, torch and FlexAttention")
     add_measuring(command, 0.3)
-    add_choice(command, list(attention_cases.CELLS), attention_peers.PEERS)
+    groups = dict.fromkeys(cell.family for cell in attention_cases.GENERAL)
+    add_choice(command, list(attention_cases.CELLS | groups), attention_peers.PEERS)
     add_fa3(command)
+    general = "only the general kernels, which every GPU but Hopper's runs anyway, against FlashAttention-2; cells of its own"
+    command.add_argument("--kernel", choices=("sm80",), help=general)
     command = add("decode", run_decode, "attention over cached keys on a GPU, against FA3, cuDNN, torch and FlashInfer")
     add_measuring(command, 0.3)
     add_choice(command, list(decode_cases.CELLS), decode_peers.PEERS)
@@ -228,6 +236,8 @@ def main() -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler for memory prints two lines per call
     if getattr(options, "fa3", None):
         os.environ[attention_peers.FA3_VARIABLE] = options.fa3
+    if getattr(options, "kernel", None):
+        os.environ[attention_peers.KERNEL_VARIABLE] = options.kernel
     return options.run(by_name[options.command], options)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 SCHEMA = 3  # version of the records in benchmarks/results
 OURS, FLASH, MATH = "flash_online", "torch flash", "torch math"
+TORCH = "torch's default"  # with the backend that it chooses by itself
 BY_REGISTRY = "flash_online by torch_sdpa"  # ours under torch's own operators
 CONTEXT = (MATH,)  # only for comparison if another peer runs: few rounds suffice
 DIRECTIONS = ("forward", "backward")

@@ -19,17 +19,15 @@ import torch
 from torch import Tensor, nn
 
 import flash_online
-from flash_online.integrations import torch_sdpa
 
 from . import harness
-from .attention.peers import FA3_VARIABLE, FA3Attention, load_fa3
+from .attention.peers import FA3_VARIABLE, FA3Attention, load_fa3, registered
 from .attention.summary import FA3
 from .attention_pages import training_page
 from .case import Case
-from .summary import BY_REGISTRY, OURS
+from .summary import BY_REGISTRY, OURS, TORCH
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, LENGTHS = 12, 16, 128, 8192, (1024, 2048, 4096, 8192)
-TORCH = "torch's default"
 MAX_DISTANCE = 0.02  # relative, of result and gradients from torch's, for bfloat16 in 12 layers
 
 
@@ -96,19 +94,10 @@ def _fa3():
         yield
 
 
-@contextmanager
-def _registry():
-    torch_sdpa.activate()
-    try:
-        yield
-    finally:
-        torch_sdpa.restore()
-
-
 def providers() -> dict[str, Callable]:
     settings = {TORCH: nullcontext, OURS: flash_online.override}
     if torch.cuda.is_available():
-        settings[BY_REGISTRY] = _registry
+        settings[BY_REGISTRY] = registered
     return settings | ({FA3: _fa3} if os.environ.get(FA3_VARIABLE) else {})
 
 

@@ -1,4 +1,4 @@
-"""The measured cells, in six groups, and their tensors."""
+"""The measured cells, in groups, and their tensors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ CHECKED_SEQUENCES = 3  # of a packed cell: the longest, the first and the last
 class Cell(Case):
     """A problem of attention on a GPU; its family is its group, and `kind` is given. `sizes` and `options` form the label.
 
-    Sizes: B, H, Hkv (if not H), L (queries and keys), E, Ev (if not E). Options: `causal`; `window` W (with causal: a query
-    sees itself and the W keys before it); `band` W (it also sees the W keys after it); `softcap`; `alibi`; `mask` "random"
-    ([1, 1, L, L], half of it visible), "heads" ([1, H, L, L], likewise), "padding" ([B, 1, 1, L]) or "blocks" (a quarter of
-    the blocks of 64 x 64 visible); `bias` "frozen" or "learned" ([1, H, L, L]); `dropout` p; `deterministic`; `tf32`, which
-    lets every provider round float32 factors. `lengths`: lengths of packed sequences, instead of B and L.
+    Sizes: B, H, Hkv (if not H), L, S (keys, if not L; only without options), E, Ev (if not E). Options: `causal`; `window` W
+    (with causal: a query sees itself and the W keys before it); `band` W (it also sees the W keys after it); `softcap`;
+    `alibi`; `mask` "random" ([1, 1, L, L], half of it visible), "heads" ([1, H, L, L], likewise), "padding" ([B, 1, 1, L]) or
+    "blocks" (a quarter of the blocks of 64 x 64 visible); `bias` "frozen" or "learned" ([1, H, L, L]); `dropout` p;
+    `deterministic`; `tf32`, which lets every provider round float32 factors. `lengths`: lengths of packed sequences, instead of
+    B and L.
     """
 
     kind: str = ""
@@ -35,6 +36,12 @@ class Cell(Case):
     def group_size(self) -> int:
         """Query heads that share a key head."""
         return self.sizes["H"] // self.sizes.get("Hkv", self.sizes["H"])
+
+
+def causal_pairs(length: int, window: int | None = None) -> int:
+    """Number of visible pairs of a causal sequence; with a window a query sees that many keys before its own."""
+    before = length - 1 if window is None else min(window, length - 1)  # keys that the last query sees before its own
+    return length * (before + 1) - before * (before + 1) // 2
 
 
 class Problem:
@@ -58,7 +65,7 @@ class Problem:
             rows, key_rows = (int(ends[-1]), heads), (int(ends[-1]), key_heads)
         else:
             batch, length = cell.sizes["B"], cell.sizes["L"]
-            rows, key_rows = (batch, heads, length), (batch, key_heads, length)
+            rows, key_rows = (batch, heads, length), (batch, key_heads, cell.sizes.get("S", length))
         self.query, self.key = normal(*rows, head_dim).requires_grad_(), normal(*key_rows, head_dim).requires_grad_()
         self.value, self.grad = normal(*key_rows, head_dim_v).requires_grad_(), normal(*rows, head_dim_v)
         if self.options.get("alibi"):
@@ -94,7 +101,7 @@ class Problem:
         """Number of visible pairs of query and key, over all heads."""
         heads = self.cell.sizes["H"]
         if self.cell.lengths:
-            return heads * sum(n * (n + 1) // 2 for n in self.cell.lengths)
+            return heads * sum(causal_pairs(n, self.options.get("window")) for n in self.cell.lengths)
         batch, length = self.cell.sizes["B"], self.cell.sizes["L"]
         if self.mask is not None and self.mask.dtype == torch.bool:
             return int(self.mask.sum()) * (batch * heads * length**2 // self.mask.numel())
@@ -102,9 +109,8 @@ class Problem:
             band = min(band, length - 1)
             return batch * heads * (length * (2 * band + 1) - band * (band + 1))
         if self.options.get("causal"):
-            before = min(self.options.get("window", length), length - 1)  # keys that the last query sees before itself
-            return batch * heads * (length * (before + 1) - before * (before + 1) // 2)
-        return batch * heads * length**2
+            return batch * heads * causal_pairs(length, self.options.get("window"))
+        return batch * heads * length * self.cell.sizes.get("S", length)
 
     def flops(self, direction: str) -> int:
         """Floating-point operations of the matrix products: forward QK', PV; backward QK' again, dV, dP, dQ, dK."""
@@ -132,8 +138,7 @@ class Problem:
         return [self.part(t, piece, n < 2) for piece in self.pieces() for n, t in enumerate(results)]
 
 
-def _plain() -> list[Cell]:
-    lengths = [512 << n for n in range(6)]
+def _plain(head_dims: tuple[int, ...] = (64, 128, 256), lengths=tuple(512 << n for n in range(6))) -> list[Cell]:
     return [
         Cell(
             "plain",
@@ -141,7 +146,7 @@ def _plain() -> list[Cell]:
             {"causal": True} if causal else {},
             kind=f"E {head_dim}, {'causal' if causal else 'full'}",
         )
-        for head_dim in (64, 128, 256)
+        for head_dim in head_dims
         for causal in (False, True)
         for length in lengths
     ]
@@ -234,6 +239,32 @@ def _short() -> list[Cell]:
     return [Cell("short", dict(zip("BLHE", shape, strict=True)), kind="short") for shape in shapes] + plain
 
 
+def _general() -> list[Cell]:
+    """The cells of one kernel family, compared with FlashAttention-2: shapes of language, vision and diffusion models."""
+
+    def cell(kind: str, *, dtype=torch.bfloat16, causal: bool = False, **sizes: int) -> Cell:
+        return Cell("between", sizes, {"causal": True} if causal else {}, dtype, kind)
+
+    def window(head_dim: int, width: int) -> Cell:  # packed, as torch's function has no window
+        heads, lengths = HIDDEN // head_dim, (4096,) * 4
+        sizes = {"sequences": len(lengths), "T": sum(lengths), "H": heads, "E": head_dim}
+        return Cell("packed", sizes, {"causal": True, "window": width}, kind="window", lengths=lengths)
+
+    return [
+        *_plain((64, 96, 128, 256), (512, 2048, 4096, 8192)),
+        cell("E 32", B=16, H=64, L=1024, E=32),
+        cell("vision", B=64, H=16, L=197, E=64),
+        cell("diffusion, cross attention", B=4, H=10, L=4096, S=77, E=64),
+        cell("diffusion, E 40", B=4, H=8, L=4096, E=40),
+        cell("E 80", B=8, H=25, L=2048, E=80),
+        cell("GQA", B=8, H=32, Hkv=8, L=2048, E=128, causal=True),
+        cell("float16", B=5, H=32, L=3000, E=64, dtype=torch.float16),
+        window(64, 128),
+        window(128, 1024),
+        *(Cell("calls", {"B": 8, "H": 16, "L": length, "E": 64}, kind="calls") for length in (197, 512, 1024)),
+    ]
+
+
 CELLS = {
     "plain": _plain(),
     "features": _features(),
@@ -242,6 +273,7 @@ CELLS = {
     "short": _short(),
     "host": [Cell("host", {"B": 1, "H": 8, "L": 128, "E": 64}, kind="host")],
 }
+GENERAL = _general()  # what --kernel sm80 measures
 # A check of the benchmark itself: seconds in total, on any device.
 QUICK = [
     Cell("plain", {"B": 2, "H": 2, "L": 128, "E": 64}, {"causal": True}, torch.float32, "E 64, causal"),
@@ -269,4 +301,12 @@ QUICK = [
         "128 to 4096",
         (20, 1, 79),
     ),
+]
+GENERAL_QUICK = [
+    Cell("plain", {"B": 2, "H": 2, "L": 128, "E": 64}, {"causal": True}, kind="E 64, causal"),
+    Cell("between", {"B": 2, "H": 2, "L": 128, "S": 77, "E": 40}, kind="diffusion, cross attention"),
+    Cell(
+        "packed", {"sequences": 3, "T": 100, "H": 2, "E": 64}, {"causal": True, "window": 5}, kind="window", lengths=(20, 1, 79)
+    ),
+    Cell("calls", {"B": 2, "H": 2, "L": 33, "E": 64}, kind="calls"),
 ]

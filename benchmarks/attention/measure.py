@@ -6,8 +6,10 @@ tolerance of the tests, peers a looser one. Dropout is checked through the mean 
 the results of the same call without dropout.
 
 Times are medians between CUDA events; backward is timed separately from forward, forward without gradient. Short cells are
-replayed from a CUDA graph; for the host time calls are only enqueued. The baseline, a product of two 8192 x 8192 matrices, is
-timed in the same rounds.
+replayed from a CUDA graph; for the host time calls are only enqueued; for calls of torch's function the wall time counts. The
+baseline, a product of two 8192 x 8192 matrices, is timed in the same rounds.
+
+With a kernel family (--kernel) the cells are those of `cases.GENERAL`, and every call of ours runs that family.
 """
 
 from __future__ import annotations
@@ -19,21 +21,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import flash_online
 from flash_online import reference, testing
 
 from .. import harness
-from ..attention_pages import attention_terminal_summary
+from ..attention_pages import attention_terminal_summary, general_terminal_summary
 from ..peers import PEER_TOLERANCE, Unavailable
 from ..summary import DIRECTIONS, FLASH, MATH, OURS
 from ..timing import EventTimer, GraphTimer, HostTimer, interleave, matmul
-from .cases import CELLS, QUICK, Cell, Problem
-from .peers import Call, providers
+from .cases import CELLS, GENERAL, GENERAL_QUICK, QUICK, Cell, Problem
+from .peers import KERNEL_PEERS, Call, providers
 from .summary import CUDNN, EFFICIENT, summarize, targets
 
 CHUNK = 1 << 25  # scores that the reference computes at a time
 # The product is in bfloat16 for every cell dtype: it measures the chip's rate.
 BASELINE_SIZE, BASELINE_ROUNDS = {"cpu": 512, "cuda": 8192}, 3
-STEP = "step"  # forward and backward together, for the host group
+STEP = "step"  # forward and backward together, where the host's time counts
+REFUSED = "no kernel takes this call"  # in dispatch.cu's error: a tile that the GPU has no room for, not a wrong result
 
 
 # --- Correctness -----------------------------------------------------------------------------------------------------------
@@ -58,11 +62,12 @@ def _attend(leaves: list[Tensor], mask: Tensor | None, slopes: Tensor | None, gr
     """The reference in chunks of queries. A causal chunk needs only the keys up to its end, and aligns to them."""
     batch, heads, length = leaves[0].shape[:3]
     causal, window, band = options.get("causal", False), options.get("window"), options.get("band")
-    size = max(1, CHUNK // (batch * heads * length))
+    all_keys = leaves[1].shape[-2]
+    size = max(1, CHUNK // (batch * heads * all_keys))
     outs, totals = [], [torch.zeros_like(t, dtype=torch.float64) for t in leaves]
     for begin in range(0, length, size):
         rows = slice(begin, min(begin + size, length))
-        keys = slice(max(0, begin - window) if window else 0, rows.stop if causal else length)
+        keys = slice(max(0, begin - window) if window else 0, rows.stop if causal else all_keys)
         indices = [(..., rows, slice(None)), (..., keys, slice(None)), (..., keys, slice(None)), (..., rows, keys)]
         chunk = [t[index].detach().requires_grad_() for t, index in zip(leaves, indices, strict=False)]
         seen = chunk[3] if len(chunk) > 3 else mask
@@ -87,11 +92,12 @@ def _attend(leaves: list[Tensor], mask: Tensor | None, slopes: Tensor | None, gr
 def step(call: Call) -> tuple[list[Tensor], str | None]:
     """[out, gradients...] in the problem's layout; without a backward pass [out] and the reason."""
     with call.setting():
-        out = call.run()
         try:
+            out = call.run()
             grads = torch.autograd.grad(out, call.leaves, call.grad)
-        except Exception as error:
-            return [call.view(out.detach())], reason(error)
+        except Exception as error:  # torch's flash backend refuses forward too where it has no backward pass
+            with torch.no_grad():
+                return [call.view(call.run().detach())], reason(error)
     return [call.view(t.detach()) for t in (out, *grads)], None
 
 
@@ -139,7 +145,7 @@ def check(problem: Problem, makers: dict, result: dict) -> dict[str, tuple[Call,
         calls[name] = call
         facts[name] = {"error": None, "step_extra_bytes": None, "beyond_results_bytes": None}
         if missing:
-            if name.startswith(OURS):
+            if name.startswith(OURS) and REFUSED not in missing:
                 raise AssertionError(f"{cell.kind} ({cell.label}), {name}, backward: {missing}")
             result["unavailable"][f"{name}, backward"] = missing
         else:
@@ -188,11 +194,9 @@ def timers_of(group: str, call: Call, backward: bool, device: str) -> dict[str, 
     def whole_step():
         return torch.autograd.grad(call.run(), call.leaves, call.grad)
 
-    if group == "host":
-        return {
-            "forward": HostTimer(call.run, inference, device, wait=False),
-            STEP: HostTimer(whole_step, call.setting, device, wait=True),
-        }
+    if group in ("host", "calls"):
+        timers = {"forward": HostTimer(call.run, inference, device, wait=group == "calls")}
+        return timers | ({STEP: HostTimer(whole_step, call.setting, device, wait=True)} if backward else {})
     if group == "short":
         with inference():
             return {"forward": GraphTimer(call.run, torch.cuda.graph_pool_handle())}
@@ -244,7 +248,7 @@ def _measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[s
         entry = facts | {"rounds": len(of_one["forward"].times)}
         for what, taken in of_one.items():
             entry[f"{what}_ms"] = 1e3 * taken.median
-            if cell.family != "host":
+            if cell.family not in ("host", "calls"):
                 entry[f"{what}_tflop_per_s"] = 1e-12 * call.problem.flops(what) / taken.median
                 entry[f"{what}_share"] = entry[f"{what}_tflop_per_s"] / result["matmul"]["tflop_per_s"]
         result["providers"][name] = entry
@@ -267,17 +271,35 @@ def line(result: dict) -> str:
     return f"{result['kind']:20} {result['case']:44} matmul {result['matmul']['tflop_per_s']:.0f}; " + ", ".join(parts)
 
 
-def chosen(groups: list[str] | None, match: str | None, quick: bool) -> list[Cell]:
+def chosen(groups: list[str] | None, match: str | None, quick: bool, kernel: str | None = None) -> list[Cell]:
+    """The cells of these groups that have `match` in their title; with a kernel family those of `cases.GENERAL`."""
+    if kernel:
+        return harness.chosen(GENERAL_QUICK if quick else GENERAL, groups, match)
     return harness.chosen(QUICK if quick else [cell for group in CELLS.values() for cell in group], groups, match)
 
 
+def require_kernel(kernel: str, device: str) -> None:
+    """Raises SystemExit if attention's calls run another kernel family, as they do once the library has read the variable."""
+    if device != "cuda":
+        return
+    row = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+    found = flash_online.explain(flash_online.attention, row, row, row).kernel
+    if found.endswith(")") and not found.endswith(f"({kernel})"):  # without the introspection module it names no family
+        raise SystemExit(f"kernel: expected {kernel}, got {found}")
+
+
 def run(cells: list[Cell], device: str, facts: dict, path: Path, peers: list[str] | None) -> int:
-    """Measures the cells; `facts` describe the machine and the run."""
+    """Measures the cells; `facts` describe the machine and the run, and have `kernel` if a kernel family is forced."""
+    if "kernel" in facts:
+        require_kernel(facts["kernel"], device)
+        peers = peers or KERNEL_PEERS
 
     def of_cell(cell: Cell) -> dict:
         return measure(cell, device, facts["seconds"], facts["rounds"], peers)
 
     def finish(record: dict, _: bool) -> dict:
-        return record | {"summary": summarize(record["results"]), "targets": targets(record["results"])}
+        judged = [] if "kernel" in facts else targets(record["results"])  # the targets are those of Hopper's kernels
+        return record | {"summary": summarize(record["results"]), "targets": judged}
 
-    return harness.run("attention", cells, of_cell, line, facts, path, finish, attention_terminal_summary)
+    summary = general_terminal_summary if "kernel" in facts else attention_terminal_summary
+    return harness.run("attention", cells, of_cell, line, facts, path, finish, summary)

@@ -19,13 +19,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_online
 import flash_online.functional as our_functional
+from flash_online.integrations import torch_sdpa
 
 from ..peers import MAX_SCORE_BYTES, Unavailable
-from ..summary import FLASH, MATH, OURS
+from ..summary import BY_REGISTRY, FLASH, MATH, OURS, TORCH
 from .cases import Problem
-from .summary import CUDNN, DEFAULT, DENSE, DROP_IN, EFFICIENT, FA3, FLEX, VARLEN
+from .summary import BY_OVERRIDE, CUDNN, DEFAULT, DENSE, DROP_IN, EFFICIENT, FA3, FLEX, VARLEN
 
 FA3_VARIABLE = "FLASH_ATTENTION_3"  # path of the library that registers torch.ops.flash_attn_3
+KERNEL_VARIABLE = "FLASH_ONLINE_KERNEL"  # the family of CUDA kernels; the library reads it in its first call
 NOT_IN_SDPA = ("window", "band", "softcap", "alibi")
 
 
@@ -72,6 +74,38 @@ def ours(problem: Problem) -> Call:
 def ours_dropped_in(problem: Problem) -> Call:
     run = functools.partial(our_functional.scaled_dot_product_attention, *problem.leaves)
     return Call(problem, run, problem.leaves, problem.grad, flash_online.strict)
+
+
+@contextmanager
+def overridden():
+    """Under strict(), like `ours`."""
+    with flash_online.override(), flash_online.strict():
+        yield
+
+
+@contextmanager
+def registered():
+    torch_sdpa.activate()
+    try:
+        yield
+    finally:
+        torch_sdpa.restore()
+
+
+def as_called(setting: Callable[[], AbstractContextManager], on_cuda_alone: bool = False) -> Callable[[Problem], Call]:
+    """torch's function as a program calls it, looked up in every call; `setting` may put ours in its place."""
+
+    def provider(problem: Problem) -> Call:
+        if on_cuda_alone and problem.device != "cuda":
+            raise Unavailable("it replaces operators on CUDA alone")
+        causal = problem.options.get("causal", False)
+
+        def run() -> Tensor:
+            return torch_functional.scaled_dot_product_attention(*problem.leaves, is_causal=causal)
+
+        return Call(problem, run, problem.leaves, problem.grad, setting)
+
+    return provider
 
 
 def ours_by_default(problem: Problem) -> Call:
@@ -228,8 +262,10 @@ def flex(problem: Problem) -> Call:
 def torch_varlen(problem: Problem) -> Call:
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
-    options = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    known, window = inspect.signature(varlen_attn).parameters, problem.options.get("window", -1)
+    if window >= 0 and "window_size" not in known:
+        raise Unavailable("this torch's varlen_attn has no window")
+    options = {"window_size": (window, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:
         options["enable_gqa"] = problem.cell.group_size > 1
     packed = (problem.starts, problem.starts, problem.longest, problem.longest)
@@ -249,6 +285,9 @@ PROVIDERS: dict[str, Callable[[Problem], Call]] = {
     MATH: sdpa(SDPBackend.MATH),
     FLEX: flex,
     VARLEN: torch_varlen,
+    TORCH: as_called(nullcontext),
+    BY_OVERRIDE: as_called(overridden),
+    BY_REGISTRY: as_called(registered, on_cuda_alone=True),
 }
 # The memory-efficient backend is far slower on plain cells and FlexAttention takes seconds to compile, so each is timed only
 # where it competes.
@@ -259,6 +298,7 @@ IN_GROUP = {
     "packed": (OURS, FA3, VARLEN),
     "short": (OURS, FA3, CUDNN, FLASH, EFFICIENT),
     "host": (OURS, DROP_IN, FA3, CUDNN, FLASH, EFFICIENT, MATH),
+    "calls": (TORCH, BY_OVERRIDE, BY_REGISTRY),
 }
 IN_KIND = {
     "deterministic": (DEFAULT,),
@@ -270,6 +310,8 @@ IN_KIND = {
     "ALiBi": (FLEX,),
 }
 PEERS = [name for name in PROVIDERS if not name.startswith(OURS)]
+# What one kernel family is compared with: FlashAttention-2, which both are, and what torch runs by itself.
+KERNEL_PEERS = [FLASH, VARLEN, TORCH]
 
 
 def providers(cell, wanted: list[str] | None = None) -> dict[str, Callable[[Problem], Call]]:

@@ -11,6 +11,7 @@ from ..summary import DIRECTIONS, FLASH, MATH, OURS, geometric_mean, judge
 FA3, CUDNN, EFFICIENT, FLEX, VARLEN = "FA3", "cuDNN", "torch efficient", "FlexAttention", "torch varlen_attn"
 # Variants of our call: not peers, but targets may compare with them.
 DROP_IN, DEFAULT, DENSE = f"{OURS}, drop-in", f"{OURS}, default", f"{OURS}, all visible"
+BY_OVERRIDE = f"{OURS} by override"
 FORWARD, BACKWARD = (("forward",), ("backward",))
 MIB = 1 << 20
 GROUPS = {
@@ -20,6 +21,7 @@ GROUPS = {
     "packed": "Packed sequences, causal",
     "short": "Short sequences, replayed from a CUDA graph",
     "host": "The host's part of a call",
+    "calls": "Calls of torch's function, with the host's time",
 }
 
 

@@ -614,6 +614,13 @@ def test_a_quick_run_of_models_compares_them_with_eager(tmp_path):
 # --- Commands -----------------------------------------------------------------------------------------------------------------
 
 
+def command_line(monkeypatch, arguments):
+    """Arguments for main(), and the variables that it would set for the tests after this one."""
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    monkeypatch.setenv("FLASH_ONLINE_KERNEL", "")
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments.split()])
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [
@@ -629,6 +636,10 @@ def test_a_quick_run_of_models_compares_them_with_eager(tmp_path):
         ("family --without-traffic", "--without-traffic needs --out"),
         ("family --ncu nothing", "there is no nothing to count bytes with"),
         ("rows --match nothing --out x.json", "no case is chosen"),
+        ("attention --kernel sm90", "choose from 'sm80'"),
+        ("attention --kernel sm80 --quick", "needs --out"),
+        ("attention --cases calls --quick --out x.json", "no case is chosen"),  # they are cells of --kernel
+        pytest.param("attention --kernel sm80", "needs a CUDA GPU", marks=WITHOUT_GPU),
         pytest.param("attention", "needs a CUDA GPU", marks=WITHOUT_GPU),
         pytest.param("decode", "needs a CUDA GPU", marks=WITHOUT_GPU),
         pytest.param("paper --quick --out x.json", "need a CUDA GPU", marks=WITHOUT_GPU),
@@ -638,8 +649,7 @@ def test_a_quick_run_of_models_compares_them_with_eager(tmp_path):
 def test_a_command_line_that_does_not_fit_is_refused(modules, monkeypatch, capsys, tmp_path, arguments, says):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FLASH_ATTENTION_3", raising=False)
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")  # which main() would set for the tests after this one
-    monkeypatch.setattr(sys, "argv", ["bench", *arguments.split()])
+    command_line(monkeypatch, arguments)
     with pytest.raises(SystemExit) as ended:  # argparse exits by itself
         sys.exit(modules["run"].main())
     assert ended.value.code == 2 and says in capsys.readouterr().err and not list(tmp_path.iterdir())
@@ -709,6 +719,228 @@ def test_the_benchmarks_own_kernels_are_right(modules, name):
             assert result["us"]["softmax"].keys() >= {"naive", "safe", "online"}
         else:
             assert result["providers"].keys() >= {"v1", "v1, striped", "v2, warps by keys", "v2"}
+
+
+# --- The general kernels ------------------------------------------------------------------------------------------------------
+
+
+def test_the_cells_of_the_general_kernels(modules):
+    """Each is timed beside FlashAttention-2 alone, or as calls of torch's function."""
+    cells, peers = modules["attention.measure"].chosen(None, None, False, "sm80"), modules["attention.peers"]
+    assert len({(cell.family, cell.kind, cell.label, cell.dtype) for cell in cells}) == len(cells)
+    plain = [cell for cell in cells if cell.family == "plain"]
+    found = {(c.sizes["E"], c.sizes["L"], c.options.get("causal", False)) for c in plain}
+    wanted = {(e, n, causal) for e in (64, 96, 128, 256) for n in (512, 2048, 4096, 8192) for causal in (False, True)}
+    assert found == wanted and len(plain) == 32
+    assert all(c.sizes["B"] * c.sizes["L"] == 16384 and c.sizes["H"] == 2048 // c.sizes["E"] for c in plain)
+    of_family = {"plain": ["flash_online", "torch flash"], "between": ["flash_online", "torch flash"]}
+    of_family["packed"] = ["flash_online", "torch varlen_attn"]
+    of_family["calls"] = ["torch's default", "flash_online by override", "flash_online by torch_sdpa"]
+    assert {cell.family for cell in cells} == set(of_family)
+    for cell in cells:
+        assert list(peers.providers(cell, peers.KERNEL_PEERS)) == of_family[cell.family], cell.title
+    few = modules["attention.measure"].chosen(["calls"], "L 197", False, "sm80")
+    assert [cell.label for cell in few] == ["B 8, H 16, L 197, E 64"]
+
+
+def test_pairs_of_cross_attention_and_of_packed_windows(modules):
+    cases = modules["attention.cases"]
+    cross = cases.Problem(cases.Cell("between", {"B": 2, "H": 3, "L": 16, "S": 5, "E": 8}), "cpu")
+    assert cross.key.shape == cross.value.shape == (2, 3, 5, 8) and cross.visible_pairs() == 2 * 3 * 16 * 5
+    sizes = {"sequences": 3, "T": 30, "H": 2, "E": 8}
+    packed = cases.Cell("packed", sizes, {"causal": True, "window": 4}, kind="window", lengths=(20, 1, 9))
+    pairs = sum(int(torch.ones(n, n).tril().triu(-4).sum()) for n in packed.lengths)
+    assert cases.Problem(packed, "cpu").visible_pairs() == 2 * pairs
+
+
+def test_cross_attention_is_checked_and_timed(modules):
+    measure = modules["attention.measure"]
+    (cell,) = measure.chosen(["between"], "cross", True, "sm80")
+    result = measure.measure(cell, "cpu", 0, 1, modules["attention.peers"].KERNEL_PEERS)
+    assert list(result["providers"]) == ["flash_online", "torch flash"] and not result["unavailable"]
+    assert all(e["forward_ms"] > 0 and e["backward_ms"] > 0 and e["error"] < 0.02 for e in result["providers"].values())
+
+
+def test_calls_of_torchs_function_are_ours_where_they_say_so(modules, monkeypatch):
+    measure, peers = modules["attention.measure"], modules["attention.peers"]
+    (cell,) = measure.chosen(["calls"], None, True, "sm80")
+    default, override = "torch's default", "flash_online by override"
+    result = measure.measure(cell, "cpu", 0, 1)
+    assert (
+        list(result["providers"]) == [default, override] and "CUDA alone" in result["unavailable"]["flash_online by torch_sdpa"]
+    )
+    for entry in result["providers"].values():
+        assert entry["forward_ms"] > 0 and entry["step_ms"] > 0 and "forward_share" not in entry
+    problem, torchs = modules["attention.cases"].Problem(cell, "cpu"), torch.nn.functional.scaled_dot_product_attention
+    seen = {}
+    for name in (default, override):
+        with (call := peers.PROVIDERS[name](problem)).setting():
+            seen[name] = torch.nn.functional.scaled_dot_product_attention
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: "looked up")
+                assert call.run() == "looked up", name
+    assert seen == {default: torchs, override: peers.our_functional.scaled_dot_product_attention}
+
+
+def failing_backward(text):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            return out.view_as(out)
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError(text)
+
+    return Failing.apply
+
+
+def test_a_refused_backward_pass_of_ours_leaves_the_forward_pass(modules, monkeypatch):
+    """A GPU may have no room for a tile; another error is ours."""
+    measure, peers = modules["attention.measure"], modules["attention.peers"]
+    (cell,), right = measure.chosen(["plain"], None, True, "sm80"), peers.PROVIDERS["flash_online"]
+
+    def refusing(text):
+        fail = failing_backward(text)
+
+        def make(problem):
+            call = right(problem)
+            return dataclasses.replace(call, run=lambda: fail(call.run()))
+
+        return make
+
+    text = "attention on CUDA: no kernel takes this call (sm80: its tile takes more shared memory than this GPU has)"
+    monkeypatch.setitem(peers.PROVIDERS, "flash_online", refusing(text))
+    result = measure.measure(cell, "cpu", 0, 1, peers.KERNEL_PEERS)
+    ours, theirs = (result["providers"][name] for name in ("flash_online", "torch flash"))
+    assert ours["forward_ms"] > 0 and "backward_ms" not in ours and "backward_ms" in theirs
+    assert text in result["unavailable"]["flash_online, backward"]
+    monkeypatch.setitem(peers.PROVIDERS, "flash_online", refusing("another"))
+    with pytest.raises(AssertionError, match="flash_online, backward: RuntimeError: another"):
+        measure.measure(cell, "cpu", 0, 1, peers.KERNEL_PEERS)
+
+
+def test_a_peer_that_refuses_gradients_is_timed_forward(modules, monkeypatch):
+    """torch's flash backend refuses the forward pass too where it has no backward pass."""
+    measure, peers = modules["attention.measure"], modules["attention.peers"]
+    (cell,), right = measure.chosen(["plain"], None, True, "sm80"), peers.PROVIDERS["torch flash"]
+
+    def make(problem):
+        call = right(problem)
+
+        def run():
+            if torch.is_grad_enabled():
+                raise RuntimeError("No available kernel")
+            return call.run()
+
+        return dataclasses.replace(call, run=run)
+
+    monkeypatch.setitem(peers.PROVIDERS, "torch flash", make)
+    result = measure.measure(cell, "cpu", 0, 1, peers.KERNEL_PEERS)
+    theirs = result["providers"]["torch flash"]
+    assert theirs["forward_ms"] > 0 and "backward_ms" not in theirs
+    assert "No available kernel" in result["unavailable"]["torch flash, backward"]
+
+
+def test_the_window_that_torchs_packed_function_gets(modules, monkeypatch):
+    """torch has `window_size` instead of `is_causal` since 2.11."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    cases, peers, got = modules["attention.cases"], modules["attention.peers"], {}
+    cell = next(c for c in cases.GENERAL_QUICK if c.kind == "window")
+    windowed = cases.Problem(cell, "cpu")
+    without = windowed.without("window")
+
+    def newer(*tensors, window_size=(-1, -1)):
+        got["window_size"] = window_size
+
+    def older(*tensors, is_causal=False):
+        got["is_causal"] = is_causal
+
+    monkeypatch.setattr(varlen, "varlen_attn", newer)
+    peers.torch_varlen(windowed).run()
+    assert got["window_size"] == (5, 0)
+    peers.torch_varlen(without).run()
+    assert got["window_size"] == (-1, 0)
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    peers.torch_varlen(without).run()
+    assert got["is_causal"] is True
+    with pytest.raises(peers.Unavailable, match="no window"):
+        peers.torch_varlen(windowed)
+
+
+def test_the_command_forces_the_kernels_and_names_the_record_after_the_gpu(modules, monkeypatch):
+    run, given = modules["run"], {}
+
+    def measured(cells, device, facts, path, peers):
+        given.update(count=len(cells), kernel=facts["kernel"], path=path, forced=os.environ["FLASH_ONLINE_KERNEL"])
+        return 0
+
+    command_line(monkeypatch, "attention --kernel sm80")
+    monkeypatch.setattr(run, "gpu_unless_quick", lambda parser, options: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(run.attention, "run", measured)
+    assert run.main() == 0
+    path = modules["machine"].RESULTS / "attention_sm80_nvidia_a100_sxm4_80gb.json"
+    assert given == {"count": 44, "kernel": "sm80", "path": path, "forced": "sm80"}
+
+
+def test_another_kernel_than_the_forced_one_is_not_measured(modules, monkeypatch):
+    measure = modules["attention.measure"]
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device, **options: zeros(*sizes, **options))
+    for kernel, fits in {"CUDA kernel (sm90)": False, "CUDA kernel (sm80)": True, "CUDA kernel": True}.items():
+        plan = types.SimpleNamespace(kernel=kernel)
+        monkeypatch.setattr(measure.flash_online, "explain", lambda *_, plan=plan: plan)
+        if fits:
+            measure.require_kernel("sm80", "cuda")
+        else:
+            with pytest.raises(SystemExit, match=r"kernel: expected sm80, got CUDA kernel \(sm90\)"):
+                measure.require_kernel("sm80", "cuda")
+
+
+def general_record(device, *ratios):
+    """A record of plain cells of FlashAttention-2's time over ours, forward and backward, and of one cell of calls."""
+    results = [
+        attention_result("E 64, full", f"L {n}", {"flash_online": (1.0, 2.0), "torch flash": (f, 2.0 * b)}, "plain", E=64, L=n)
+        | {"unavailable": {}, "matmul": {"tflop_per_s": 800.0}}
+        for n, (f, b) in enumerate(ratios)
+    ]
+    took = {"torch's default": 3.0, "flash_online by override": 2.0, "flash_online by torch_sdpa": 1.5}
+    calls = {"family": "calls", "kind": "calls", "case": "L 197", "sizes": {}, "options": {}, "dtype": "bfloat16"}
+    calls |= {"unavailable": {}, "matmul": {"tflop_per_s": 800.0}}
+    calls["providers"] = {name: {"forward_ms": ms, "step_ms": 12 / ms} for name, ms in took.items()}
+    facts = {"device": device, "torch": "2.11", "commit": "abc", "date": "2026-11-29", "kernel": "sm80"}
+    facts |= {"took_seconds": 60, "seconds": 0.3, "rounds": 5, "wrong": 0, "targets": []}
+    return facts | {"results": [*results, calls]}
+
+
+def test_the_page_of_the_general_kernels(modules, monkeypatch, tmp_path):
+    """A part per GPU that sent a record; means, ratios below 1 and calls are those of the record."""
+    docs, tables = modules["docs"], modules["attention.summary"]
+    page = REPOSITORY / "docs" / "performance" / "attention_sm80.md"
+    monkeypatch.setattr(docs, "RESULTS", tmp_path)
+    assert f"{docs.BEGIN}\nNone committed yet.\n\n{docs.END}" in docs.updated(page)
+    for device, ratios in {"B": [(2.0, 0.5), (8.0, 2.0)], "A": [(1.5, 1.25)]}.items():
+        record = general_record(f"GPU {device}", *ratios)
+        record |= {"schema": modules["summary"].SCHEMA, "summary": tables.summarize(record["results"])}
+        (tmp_path / f"attention_sm80_gpu_{device.lower()}.json").write_text(json.dumps(record))
+    written = docs.updated(page).partition(docs.BEGIN)[2]
+    first, second = written.split("## GPU B\n")
+    assert "## GPU A\n" in first and "0 of 2 ratios are below 1." in first and "1 of 4 ratios are below 1:" in second
+    assert "| plain | 1 / 1 | 1.50 | 1.25 |" in first and "| plain | 2 / 2 | 4.00 | 1.00 |" in second
+    assert "| E 64, full: L 0, bfloat16 | backward | 0.500 |" in second and "below 1 |" not in first
+    assert "| L 0 | 100 / 50 | 50 / 100 | 12 / 6 | 2.00 / 0.50 |" in second
+    assert "| L 197 | 3000 / 4000 | 2000 / 6000 | 1500 / 8000 | 1.50 / 0.67 | 2.00 / 0.50 |" in second
+
+
+@pytest.mark.slow
+def test_a_quick_run_of_the_general_kernels_and_its_record(tmp_path):
+    record = record_of(tmp_path, "attention", "--kernel", "sm80", *QUICK)
+    assert record["kernel"] == "sm80" and record["wrong"] == 0 and record["targets"] == []
+    assert [result["family"] for result in record["results"]] == ["plain", "between", "packed", "calls"]
+    on_gpu = torch.cuda.is_available()
+    assert ("flash_online by torch_sdpa" in record["results"][-1]["providers"]) == on_gpu
+    assert ("torch varlen_attn" in record["results"][2]["providers"]) == on_gpu
 
 
 # --- The docs -----------------------------------------------------------------------------------------------------------------

@@ -4,22 +4,15 @@ each thread, and that a thread waits for its data. device_on_host/ has the fiber
 from __future__ import annotations
 
 import importlib
-import shutil
-import subprocess
-from pathlib import Path
 
+import kernels_on_host
 import pytest
 import torch
+from kernels_on_host import ROOT
 
 from flash_online import reference, testing
 
-HERE = Path(__file__).parent / "device_on_host"
-ROOT = Path(__file__).parents[2]
-NVCC = shutil.which("nvcc")  # for CUDA's headers and the bfloat16 in them
-if not (ROOT / "benchmarks" / "family").is_dir():
-    pytest.skip("the kernels are part of a checkout", allow_module_level=True)
-if NVCC is None:
-    pytest.skip("needs nvcc", allow_module_level=True)
+kernels_on_host.require_sources()
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +21,8 @@ def kernels(tmp_path_factory):
         patch.syspath_prepend(str(ROOT))
         build = importlib.import_module("benchmarks.family.build")
     folder = tmp_path_factory.mktemp("family")
-    for part in ("core", "cuda"):
-        shutil.copytree(ROOT / "csrc" / part, folder / part)
-    shutil.copytree(HERE / "hw", folder / "cuda" / "hw", dirs_exist_ok=True)
-    options = ["-x", "c++", "-std=c++20", "-O1", "-shared", "-Xcompiler=-fPIC,-w"]
-    folders = (folder, HERE, ROOT / "benchmarks" / "family")
-    library = folder / "family.so"
-    command = [NVCC, *options, *(f"-I{path}" for path in folders), HERE / "family.cpp", "-o", library]
-    subprocess.run(command, check=True)
+    kernels_on_host.copy_sources(folder)
+    library = kernels_on_host.compile_library(folder, "family.cpp", "family.so", f"-I{ROOT / 'benchmarks' / 'family'}")
     return build.Kernels(str(library))
 
 

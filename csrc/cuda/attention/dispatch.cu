@@ -29,7 +29,7 @@ bool visit_head_dim(std::integer_sequence<int, kHeadDims...>, const AttentionPro
 
 Gpu current_gpu() {
   return {device_attribute<cudaDevAttrComputeCapabilityMajor>(), device_attribute<cudaDevAttrComputeCapabilityMinor>(),
-          device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()};
+          shared_bytes_per_cta()};
 }
 
 // The functions of a kernel family's instance of one head dim (kernels.h).

@@ -125,6 +125,7 @@ struct AttentionBackwardSm80 {
 // its own, but an instance apart: half of the time that the compiler needs.
 template <int kHeadDim>
 struct AttentionBackwardDqSm80 {
+  static bool fits(const AttentionProblem& problem, const Gpu& gpu);  // into the GPU's shared memory
   static void run(const BackwardPass& pass, const BackwardWorkspace& workspace, CUstream_st* stream);
 };
 

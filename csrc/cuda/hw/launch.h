@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 #include <cstdint>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
@@ -40,6 +42,20 @@ int device_attribute() {
   check(cudaDeviceGetAttribute(&value, kAttribute, device), "cudaDeviceGetAttribute");
   if (device < kMaxDevices) cache[device].store(value, std::memory_order_relaxed);
   return value;
+}
+
+// Bytes of shared memory that a CTA can have on the current device. FLASH_ONLINE_SHARED_MEMORY, in KiB and read once per
+// process, lowers it: for tests of what kernels do on GPUs that have less.
+inline int shared_bytes_per_cta() {
+  static const int most = [] {
+    const char* const text = std::getenv("FLASH_ONLINE_SHARED_MEMORY");
+    if (text == nullptr) return INT_MAX;
+    const int kibibytes = std::atoi(text);
+    if (kibibytes < 48 || kibibytes > 1024)
+      throw std::runtime_error(std::string("FLASH_ONLINE_SHARED_MEMORY: expected KiB from 48 to 1024, got ") + text);
+    return kibibytes * 1024;
+  }();
+  return std::min(most, device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
 }
 
 inline int sm_count() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }

@@ -100,6 +100,29 @@ __device__ __forceinline__ void multiply_rows(Accumulator<kRows, kColumns>& d,
   add_low_unless_compensated(d, compensation);
 }
 
+// Two products of 16-bit elements with the same left rows: d0 of the rows of right0, and d1 of those of right1.
+template <class Element, int kRows, int kColumns, int kWidth>
+__device__ __forceinline__ void multiply_rows_twice(Accumulator<kRows, kColumns>& d0, Accumulator<kRows, kColumns>& d1,
+                                                    SharedTile<Element, kWidth> left, int m, SharedTile<Element, kWidth> right0,
+                                                    SharedTile<Element, kWidth> right1) {
+  using F = Fragments<Element>;
+  static_assert(F::kDigits == 1 && kColumns % 2 == 0);
+#pragma unroll
+  for (int step = 0; step < kWidth / F::kDepth; ++step) {
+    typename F::Left a[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) F::left_rows(a[i], left, m + 16 * i, step * F::kDepth);
+#pragma unroll
+    for (int j = 0; j < kColumns; j += 2) {
+      typename F::Right b0[2], b1[2];
+      F::right_rows(b0, right0, 8 * j, step * F::kDepth);
+      F::right_rows(b1, right1, 8 * j, step * F::kDepth);
+      multiply<Element>(d0, a, b0, j);
+      multiply<Element>(d1, a, b1, j);
+    }
+  }
+}
+
 // d[m][n] += sum over k of left[m][k] right[k][n], k up to kSteps * Fragments::kDepth, n from column `n` of `right` on.
 // left(a, i, step) sets `a` to the left operand's fragment of the i-th sixteen rows.
 template <int kSteps, class Element, int kRows, int kColumns, int kWidth, class Left>

@@ -243,7 +243,7 @@ bool launch_by_rule(int rule, const RowProblem& problem, cudaStream_t stream) {
 }
 
 // What choose_shared asks of the current device.
-inline RowDevice row_device() { return {largest_cluster(), device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()}; }
+inline RowDevice row_device() { return {largest_cluster(), shared_bytes_per_cta()}; }
 
 // The kernel for rows in shared memory.
 template <class Op, class T, class R>

@@ -46,6 +46,11 @@ inline unsigned __vmaxs2(unsigned a, unsigned b) {
 inline unsigned __vmins2(unsigned a, unsigned b) {
   return of_halves(a, b, [](int16_t x, int16_t y) { return min(x, y); });
 }
+inline unsigned __vcmpne4(unsigned a, unsigned b) {
+  unsigned differ = 0;
+  for (int n = 0; n < 4; ++n) differ |= ((a ^ b) >> 8 * n & 255 ? 255u : 0u) << 8 * n;
+  return differ;
+}
 inline uint4 __ldcs(const uint4* at) { return *at; }
 inline void __stcs(uint4* at, const uint4& v) { *at = v; }
 template <class T>

@@ -4,7 +4,7 @@
 
 namespace {
 // The memory of the kernels' `extern __shared__`.
-alignas(128) char memory[device_on_host::kSharedBytes];
+alignas(128) thread_local char memory[device_on_host::kSharedBytes];
 [[maybe_unused]] const bool kIsSet = (device_on_host::shared_memory = memory, true);
 }  // namespace
 

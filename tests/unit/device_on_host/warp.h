@@ -9,11 +9,13 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 // If a test needs the types of CUDA's headers, these are included before and have other definitions.
@@ -28,7 +30,7 @@
 #define __device__
 #define __host__
 #define __global__
-#define __shared__
+#define __shared__ thread_local  // static: one for all fibers, also within a function
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __forceinline__ inline
@@ -47,13 +49,16 @@ namespace device_on_host {
 constexpr int kLanes = 32, kSharedBytes = 227 << 10;
 
 inline char* shared_memory = nullptr;  // kSharedBytes, where a test has kernels that use any
-inline int room = kSharedBytes;  // that a CTA may have
+inline int room = kSharedBytes;  // that a CTA may have; 0: there is no GPU
 
 class Cta {
  public:
-  enum Function { kBallot, kShuffle, kShuffleUp, kShuffleXor, kMatch, kSync, kMatrix, kSyncCta };
+  // A barrier's is kBarrier + its number.
+  enum Function { kBallot, kShuffle, kShuffleUp, kShuffleXor, kMatch, kSync, kMatrix, kProduct, kBarrier };
+  static constexpr int kBarriers = 16;
 
-  explicit Cta(int threads = kLanes) : threads_(threads), lanes_(static_cast<size_t>(threads)), all_(lanes_.size()) {}
+  explicit Cta(int threads = kLanes)
+      : threads_(threads), lanes_(static_cast<size_t>(threads)), all_(lanes_.size()), all_operands_(lanes_.size()) {}
 
   // Calls thread(n) for every thread of the CTA of this index.
   void run(unsigned cta, const std::function<void(int)>& thread) {
@@ -69,11 +74,11 @@ class Cta {
       for (int n = 0; n < threads_; n += kLanes) {
         const int first = backwards ? threads_ - kLanes - n : n;
         do run_lanes(first);
-        while (release(first, kLanes, false));
+        while (release_warp(first));
         if (thrown_) std::rethrow_exception(thrown_);
       }
-      if (count(0, threads_, kEnded) < threads_ && !release(0, threads_, true))
-        throw std::runtime_error("some lanes of a warp have ended");
+      if (count(0, threads_, kEnded) < threads_ && !release_barriers())
+        throw std::runtime_error("some threads have ended, and others wait for them");
     }
   }
 
@@ -86,6 +91,21 @@ class Cta {
     cta.suspend(n, kWaiting);
     return &cta.all_[static_cast<size_t>(n / kLanes * kLanes)];
   }
+  // The operands of a product of matrices: the words of the left one, and those of the right one.
+  using Operands = std::array<uint64_t, 3>;
+  static const Operands* exchange(const Operands& given) {
+    Cta& cta = *current();
+    cta.lanes_[cta.now_].operands = given;
+    exchange(kProduct, 0);
+    return &cta.all_operands_[static_cast<size_t>(cta.now_ / kLanes * kLanes)];
+  }
+  // Waits until `threads` threads, all of the CTA for 0, have come to a barrier. Returns whether any of them gave true.
+  static bool wait(int barrier, int threads, bool value) {
+    Cta& cta = *current();
+    cta.lanes_[cta.now_].threads = threads == 0 ? cta.threads_ : threads;
+    exchange(static_cast<Function>(kBarrier + barrier), value);
+    return cta.any_[barrier];
+  }
   static int thread() { return current()->now_; }
   static int lane() { return thread() % kLanes; }
 
@@ -97,6 +117,8 @@ class Cta {
     State state = kRunning;
     Function function = kSync;
     uint64_t given = 0;
+    Operands operands;
+    int threads = 0;  // that the barrier waits for
   };
   static constexpr int kStackBytes = 512 << 10;
   static Cta*& current() {
@@ -115,20 +137,38 @@ class Cta {
     return static_cast<int>(std::count_if(lanes_.begin() + first, lanes_.begin() + first + threads,
                                           [&](const Lane& lane) { return lane.state == state; }));
   }
-  // Lets these threads go on if all of them wait at a function of the CTA (or of the warp).
-  bool release(int first, int threads, bool of_cta) {
-    if (count(first, threads, kWaiting) != threads) return false;
-    const auto begin = lanes_.begin() + first, end = begin + threads;
-    if (std::any_of(begin, end, [&](const Lane& lane) { return lane.function != begin->function; })) {
-      if (!of_cta) throw std::runtime_error("the lanes of a warp call different functions");
-      return false;
-    }
-    if ((begin->function == kSyncCta) != of_cta) return false;
+  // Lets the lanes of a warp go on if all of them wait at a function of the warp.
+  bool release_warp(int first) {
+    if (count(first, kLanes, kWaiting) != kLanes) return false;
+    const auto begin = lanes_.begin() + first, end = begin + kLanes;
+    if (std::any_of(begin, end, [&](const Lane& lane) { return lane.function != begin->function; }))
+      throw std::runtime_error("the lanes of a warp call different functions");
+    if (begin->function >= kBarrier) return false;
     for (auto lane = begin; lane != end; ++lane) {
       lane->state = kRunning;
-      all_[static_cast<size_t>(lane - lanes_.begin())] = lane->given;
+      const auto n = static_cast<size_t>(lane - lanes_.begin());
+      all_[n] = lane->given;
+      if (lane->function == kProduct) all_operands_[n] = lane->operands;
     }
     return true;
+  }
+  // Lets the threads at each barrier go on if as many wait there as it takes.
+  bool release_barriers() {
+    bool released = false;
+    for (int barrier = 0; barrier < kBarriers; ++barrier) {
+      const auto waits = [&](const Lane& lane) { return lane.state == kWaiting && lane.function == kBarrier + barrier; };
+      const auto first = std::find_if(lanes_.begin(), lanes_.end(), waits);
+      if (first == lanes_.end() || std::count_if(first, lanes_.end(), waits) < first->threads) continue;
+      any_[barrier] = false;
+      for (auto lane = first; lane != lanes_.end(); ++lane) {
+        if (!waits(*lane)) continue;
+        if (lane->threads != first->threads) throw std::runtime_error("threads at a barrier differ in how many it waits for");
+        any_[barrier] |= lane->given != 0;
+        lane->state = kRunning;
+      }
+      released = true;
+    }
+    return released;
   }
   // Contexts make the fibers; jumps, which make no system call, switch between them.
   void make_fiber(int n) {
@@ -163,6 +203,8 @@ class Cta {
   jmp_buf scheduler_;
   std::vector<Lane> lanes_;
   std::vector<uint64_t> all_;
+  std::vector<Operands> all_operands_;
+  bool any_[kBarriers] = {};
   int now_ = 0;
 };
 
@@ -179,9 +221,13 @@ inline unsigned __ballot_sync(unsigned mask, bool value) {
   return votes;
 }
 template <class T>
+using BitsOf = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+template <class T>
 T __shfl_sync(unsigned mask, T value, int from) {
   require_whole_warp(mask);
-  return static_cast<T>(device_on_host::Cta::exchange(device_on_host::Cta::kShuffle, static_cast<uint64_t>(value))[from % 32]);
+  using device_on_host::Cta;
+  return __builtin_bit_cast(
+      T, static_cast<BitsOf<T>>(Cta::exchange(Cta::kShuffle, __builtin_bit_cast(BitsOf<T>, value))[from % 32]));
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, int step) {
@@ -201,18 +247,19 @@ inline unsigned __match_any_sync(unsigned mask, int value) {
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int step) {
   require_whole_warp(mask);
-  static_assert(sizeof(T) == 4);
-  const uint64_t* const all =
-      device_on_host::Cta::exchange(device_on_host::Cta::kShuffleXor, __builtin_bit_cast(uint32_t, value));
-  return __builtin_bit_cast(T, static_cast<uint32_t>(all[device_on_host::Cta::lane() ^ step]));
+  using device_on_host::Cta;
+  return __builtin_bit_cast(
+      T, static_cast<BitsOf<T>>(Cta::exchange(Cta::kShuffleXor, __builtin_bit_cast(BitsOf<T>, value))[Cta::lane() ^ step]));
 }
-inline void __syncthreads() { device_on_host::Cta::exchange(device_on_host::Cta::kSyncCta, 0); }
+inline void __syncthreads() { device_on_host::Cta::wait(0, 0, false); }
+inline int __syncthreads_and(int value) { return !device_on_host::Cta::wait(0, 0, value == 0); }
 inline void __syncwarp() { device_on_host::Cta::exchange(device_on_host::Cta::kSync, 0); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
-inline unsigned atomicAdd(unsigned* to, unsigned x) {
-  const unsigned before = *to;
+template <class T>
+T atomicAdd(T* to, T x) {
+  const T before = *to;
   *to += x;
   return before;
 }

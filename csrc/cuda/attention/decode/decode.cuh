@@ -158,11 +158,11 @@ int64_t AttentionDecode<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
   const AttentionProblem& problem = pass.problem;
   if (problem.cache.kv_splits > 0) return decode_kv_splits(problem).bytes(problem);
   int64_t bytes = 0;
-  visit_decode<kHeadDim>(problem, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>,
-                                                                   std::integral_constant<int, kRowTiles>) {
-    const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
-    bytes = DecodePartials::of(problem, setup.shape).bytes(setup.ctas(problem));
-  });
+  visit_decode<kHeadDim>(
+      problem, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>, std::integral_constant<int, kRowTiles>) {
+        const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, shared_bytes_per_cta());
+        bytes = DecodePartials::of(problem, setup.shape).bytes(setup.ctas(problem));
+      });
   return bytes;
 }
 
@@ -171,7 +171,7 @@ void AttentionDecode<kHeadDim>::run(const ForwardPass& pass, void* workspace, CU
   const AttentionProblem& problem = pass.problem;
   visit_decode<kHeadDim>(problem, [&]<class Element, bool kFloat8, int kRowTiles>(Type<Element>, std::bool_constant<kFloat8>,
                                                                                   std::integral_constant<int, kRowTiles>) {
-    const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+    const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, shared_bytes_per_cta());
     const DecodeArguments arguments =
         decode_arguments(problem, setup.shape, decode_pool(problem, problem.key, problem.head_dim),
                          decode_pool(problem, problem.value, problem.head_dim_v), setup.layout.stages, workspace);

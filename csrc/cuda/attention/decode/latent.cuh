@@ -296,14 +296,14 @@ template <int kHeadDim>
 int64_t AttentionDecodeLatent<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
   const AttentionProblem& problem = pass.problem;
   if (problem.cache.kv_splits > 0) return decode_kv_splits(problem).bytes(problem);
-  const LatentSetup<kHeadDim> setup(problem, device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+  const LatentSetup<kHeadDim> setup(problem, shared_bytes_per_cta());
   return DecodePartials::of(problem, setup.shape).bytes(setup.ctas);
 }
 
 template <int kHeadDim>
 void AttentionDecodeLatent<kHeadDim>::run(const ForwardPass& pass, void* workspace, CUstream_st* stream) {
   const AttentionProblem& problem = pass.problem;
-  const LatentSetup<kHeadDim> setup(problem, device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+  const LatentSetup<kHeadDim> setup(problem, shared_bytes_per_cta());
   const DecodePool keys = decode_pool(problem, problem.key, problem.head_dim);
   const DecodeArguments arguments = decode_arguments(problem, setup.shape, keys, keys, setup.stages, workspace);
   const auto launch_kernel = [&]<class Element>(Type<Element>) {

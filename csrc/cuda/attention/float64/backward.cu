@@ -294,7 +294,7 @@ constexpr int kStreamedRowBytes = kStages * kPairPitch * static_cast<int>(sizeof
 template <auto kKernel>
 void launch_one(BackwardArguments arguments, bool over_keys, int64_t heads, int64_t columns, int row_bytes,
                 CUstream_st* stream) {
-  const int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+  const int shared_bytes = shared_bytes_per_cta();
   const int64_t rows = over_keys ? arguments.problem.keys : arguments.problem.queries;
   arguments.streams_rows = shared_bytes_of(1, row_bytes) > shared_bytes ||
                            warps_for(rows, kStreamedRowBytes, shared_bytes) > warps_for(rows, row_bytes, shared_bytes);

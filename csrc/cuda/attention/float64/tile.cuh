@@ -299,8 +299,7 @@ inline int warps_for(int64_t rows, int row_bytes, int shared_bytes) {
 template <auto kKernel, class Arguments>
 void launch_tiles(Arguments arguments, bool over_keys, int64_t heads, int64_t columns, int row_bytes, CUstream_st* stream) {
   const AttentionProblem& problem = arguments.problem;
-  const int warps = warps_for(over_keys ? problem.keys : problem.queries, row_bytes,
-                              device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+  const int warps = warps_for(over_keys ? problem.keys : problem.queries, row_bytes, shared_bytes_per_cta());
   arguments.list = TileList::of(problem, over_keys, heads, warps * kWarpRows).by_length(problem.visible, sm_count());
   const int64_t panels = std::max<int64_t>(ceil_div(columns, int64_t{kColumns}), 1);
   if (arguments.list.count() > 0)

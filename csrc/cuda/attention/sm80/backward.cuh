@@ -6,7 +6,10 @@
 // make dV and dK, which stay in registers to the end. dQ is summed over CTAs, in global memory.
 #pragma once
 
+#include "../../hw/compiler.cuh"
 #include "../../hw/launch.h"
+#include "../../hw/named_barrier.cuh"
+#include "../../hw/uniform.cuh"
 #include "../../mma/gemm.cuh"
 #include "../attention.h"
 #include "../common/backward_workspace.cuh"
@@ -39,6 +42,7 @@ struct BackwardSm80Arguments {
   ScoreMod score_mod;
   float keep_scale;  // 1 / (1 - dropout)
   DqMode dq_mode;
+  int64_t query_step = 0, grad_out_step = 0;  // TileVectors::step
 };
 
 // A warp's values of a mask tile; its queries begin at `query`.
@@ -64,13 +68,12 @@ struct RowStatsTile {
   float* data;
 
   // Starts copying one head's statistics of the queries from `query` on.
-  template <int kThreads>
-  __device__ __forceinline__ void load(const float* row_stats, [[maybe_unused]] const float* delta_low_stats, int query) const {
-    static_assert(kStatsRows % kQueries == 0 && kStats * kQueries / 4 <= kThreads);
-    const int thread = static_cast<int>(threadIdx.x);
+  __device__ __forceinline__ void load(const float* row_stats, [[maybe_unused]] const float* delta_low_stats, int query,
+                                       unsigned thread = threadIdx.x) const {
+    static_assert(kStatsRows % kQueries == 0);
     if (thread >= kStats * kQueries / 4) return;
-    const int stat = thread / (kQueries / 4), column = thread % (kQueries / 4) * 4;
-    const float* from = row_stats + int64_t{query} / kStatsRows * kRowStats + stat * kStatsRows + query % kStatsRows + column;
+    const unsigned stat = thread / (kQueries / 4), column = thread % (kQueries / 4) * 4;
+    const float* from = row_stats + int64_t{query} / kStatsRows * kRowStats + query % kStatsRows + stat * kStatsRows + column;
     if (kPrecise && stat == 3) from = delta_low_stats + query + column;
     cp_async(reinterpret_cast<uint4*>(data + stat * kQueries + column), from);
   }
@@ -124,13 +127,23 @@ __device__ __forceinline__ void store_accumulators(const Accumulator<kRows, kCol
 template <class Element, int kHeadDim, Variant kVariant>
 class BackwardSm80Kernel {
  public:
-  static constexpr bool kHasOptions = kVariant != Variant::kPlain;
+  static constexpr bool kHasOptions = has_options(kVariant);
+  // Kernels for 16-bit elements without options have a loop of their own for blocks whose queries all see every key of the
+  // tile.
+  static constexpr bool kHasWholeLoop = !kHasOptions && Fragments<Element>::kDigits == 1;
   static constexpr BackwardSm80Tile kTile = backward_sm80_tile(kDigitsBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kKeys = kTile.keys, kQueries = kTile.queries, kStages = kTile.stages;
 
   static int shared_bytes(const AttentionProblem& problem) {
     const int rows = !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
     return kTile.shared_bytes() + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
+  }
+
+  static constexpr TileCopy kQueryCopy{.rows = kQueries, .width = kHeadDim, .threads = kThreads};
+  // TileVectors::step of the rows of `view`, where the kernel has TileVectors.
+  static int64_t step_of(const ConstView4& view) {
+    if constexpr (kHasWholeLoop) return TileVectors<Element, kQueryCopy>::step(view.stride[2]);
+    return 0;
   }
 
   __device__ __forceinline__ static void run(const BackwardSm80Arguments& arguments) {
@@ -159,6 +172,8 @@ class BackwardSm80Kernel {
   static constexpr int kScoreQueries = kQueries / kTile.score_query_warps;
   static constexpr int kScoreRows = kKeys / kTile.score_key_warps / 16, kScoreColumns = kScoreQueries / 8;
   static constexpr bool kAllScore = kTile.score_key_warps * kTile.score_query_warps == kTile.warps;
+  static constexpr bool kSplits = kTile.splits_products;
+  static constexpr int kPairs = kTile.warps / 2;  // of warps that exchange products, if kSplits
   // dK and dV, [key][column].
   static constexpr bool kInRegisters = kTile.dkv_warps == 0;  // weights stay with the warp that makes them
   static constexpr int kDkvColumnWarps = kInRegisters ? 1 : kTile.warps / kTile.dkv_warps;
@@ -170,6 +185,8 @@ class BackwardSm80Kernel {
   // dQ, [query][column].
   static constexpr int kDqColumnWarps = kTile.warps / kTile.dq_warps;
   static constexpr int kDqRows = kQueries / kTile.dq_warps / 16, kDqWidth = kHeadDim / kDqColumnWarps;
+  // Whether dQ comes before dK: its additions leave the SM during the product after it, which is faster where CTAs share an SM.
+  static constexpr bool kDqFirst = kStages > 1 && kTile.ctas_per_sm > 1;
   // A step of a product with the left operand in registers takes two columns of accumulators.
   static_assert((!kInRegisters && !kOwnHalf) || kScoreColumns % 2 == 0);
 
@@ -180,8 +197,9 @@ class BackwardSm80Kernel {
   using Compensation = CompensatedAccumulator<Element, kScoreRows, kScoreColumns>;
   using ScoreOperand = LeftOperand<Element, kScoreRows, kScoreColumns>;
   using RowStats = RowStatsTile<kQueries, Compensation::kCompensated>;
+  static_assert(RowStats::kStats * kQueries / 4 <= kThreads);
   using KeyGrads = Accumulator<kDkvRows, kDkvWidth / 8>;
-  using Prefetch = TilePrefetch<Element, TileCopy{.rows = kQueries, .width = kHeadDim, .threads = kThreads}>;
+  using Prefetch = TilePrefetch<Element, kQueryCopy>;
 
   // Shared memory: keys, values; for each stage queries, gradients of outputs and row statistics; gradients of scores; weights,
   // unless they stay in registers; mask.
@@ -240,9 +258,12 @@ class BackwardSm80Kernel {
         grad_tile{reinterpret_cast<Digit*>(stages + kStages * kStageBytes)},
         weight_tile{reinterpret_cast<Digit*>(stages + kStages * kStageBytes + kScoreBytes)},
         mask_tile(shared + kBytes),
-        warp(static_cast<int>(threadIdx.x) / kWarpSize),
-        score_row(warp / kTile.score_query_warps * (16 * kScoreRows)),
-        score_query(warp % kTile.score_query_warps * kScoreQueries),
+        warp(uniform(static_cast<int>(threadIdx.x) / kWarpSize)),
+        score_row((kSplits ? warp % kPairs / (kTile.score_query_warps / 2) : warp / kTile.score_query_warps) *
+                  (16 * kScoreRows)),
+        score_query(
+            (kSplits ? warp % kPairs % (kTile.score_query_warps / 2) * 2 + warp / kPairs : warp % kTile.score_query_warps) *
+            kScoreQueries),
         dkv_row(kInRegisters ? score_row : warp / kDkvColumnWarps * (16 * kDkvRows)),
         dkv_column(kInRegisters ? 0 : warp % kDkvColumnWarps * kDkvWidth),
         dq_row(warp / kDqColumnWarps * (16 * kDqRows)),
@@ -274,6 +295,7 @@ class BackwardSm80Kernel {
     const HeadRows<Element> query_rows, grad_out_rows;
     const int64_t first_block;  // of the workspace's blocks of rows
     const float *const row_stats, *const delta_low;
+    float* const dq_accum;  // the warp's part of dQ
     const HeadMask mask;
     const HeadScoreMod<Element> score_mod;
     const Dropout dropout;
@@ -286,6 +308,8 @@ class BackwardSm80Kernel {
           first_block(first_row_block(kernel.problem, kernel.arguments.space.list, kernel.batch, head)),
           row_stats(kernel.arguments.space.row_stats + first_block * kRowStats),
           delta_low(Compensation::kCompensated ? kernel.arguments.space.delta_low(first_block) : nullptr),
+          dq_accum(kernel.arguments.space.dq_accum + first_block * (kStatsRows * kHeadDim) + kernel.dq_row * kHeadDim +
+                   kernel.dq_column * 16),
           mask(kernel.problem, kernel.batch, head),
           score_mod(score_mod_of_head<Element>(kernel.arguments.score_mod, kernel.problem, kernel.batch, head)),
           dropout(kernel.problem, kernel.batch, head) {}
@@ -307,63 +331,102 @@ class BackwardSm80Kernel {
         key, keys, kHasOptions ? arguments.keep_scale : 1.0f);
   }
 
-  __device__ __forceinline__ void load_queries(const Head& head, Prefetch& prefetch, int stage, int block) const {
-    prefetch.start(query_tile(stage), head.query_rows, block * kQueries, queries);
-  }
+  // The copies of blocks of queries to shared memory: a step starts those of the next block, and finishes them at its end.
+  struct BlockCopies {
+    const BackwardSm80Kernel& kernel;
+    const Head& head;
+    Prefetch queries, grad_out;
+    static constexpr bool kWhole = false;
 
-  __device__ __forceinline__ void load_grad_out(const Head& head, Prefetch& prefetch, int stage, int block) const {
-    prefetch.start(grad_out_tile(stage), head.grad_out_rows, block * kQueries, queries);
-    row_stats(stage).template load<kThreads>(head.row_stats, head.delta_low, block * kQueries);
-  }
+    __device__ __forceinline__ BlockCopies(const BackwardSm80Kernel& kernel_, const Head& head_)
+        : kernel(kernel_), head(head_) {}
+    __device__ __forceinline__ void start_queries(int stage, int block) {
+      queries.start(kernel.query_tile(stage), head.query_rows, block * kQueries, kernel.queries);
+    }
+    __device__ __forceinline__ void start_grad_out(int stage, int block) {
+      grad_out.start(kernel.grad_out_tile(stage), head.grad_out_rows, block * kQueries, kernel.queries);
+      kernel.row_stats(stage).load(head.row_stats, head.delta_low, block * kQueries);
+    }
+    __device__ __forceinline__ void finish(int stage, int block) const {
+      queries.finish(kernel.query_tile(stage), head.query_rows, block * kQueries, kernel.queries);
+      grad_out.finish(kernel.grad_out_tile(stage), head.grad_out_rows, block * kQueries, kernel.queries);
+    }
+  };
+  // The same if every row of a block exists and consists of whole vectors. All addresses are made anew from the number of the
+  // thread: what was kept from block to block would take the registers of fragments.
+  struct WholeCopies {
+    const BackwardSm80Kernel& kernel;
+    const Head& head;
+    static constexpr bool kWhole = true;
+    using Vectors = TileVectors<Element, kQueryCopy>;
 
-  __device__ __forceinline__ void finish_loads(const Head& head, const Prefetch& next_queries, const Prefetch& next_grad_out,
-                                               int stage, int block) const {
-    next_queries.finish(query_tile(stage), head.query_rows, block * kQueries, queries);
-    next_grad_out.finish(grad_out_tile(stage), head.grad_out_rows, block * kQueries, queries);
-  }
+    __device__ __forceinline__ static bool can_load(const Head& head) {
+      return Vectors::can_load(head.query_rows) && Vectors::can_load(head.grad_out_rows);
+    }
+    __device__ __forceinline__ static unsigned thread() { return opaque(threadIdx.x); }
+    __device__ __forceinline__ void start_queries(int stage, int block) {
+      Vectors(head.query_rows, block * kQueries, thread()).load(kernel.query_tile(stage), kernel.arguments.query_step);
+    }
+    __device__ __forceinline__ void start_grad_out(int stage, int block) {
+      const unsigned here = thread();
+      Vectors(head.grad_out_rows, block * kQueries, here).load(kernel.grad_out_tile(stage), kernel.arguments.grad_out_step);
+      kernel.row_stats(stage).load(head.row_stats, head.delta_low, block * kQueries, here);
+    }
+    __device__ __forceinline__ void finish(int, int) const {}
+  };
 
   // ---- mainloop over blocks of one head's queries --------------------------------------------------------------------------
+  __device__ __forceinline__ auto query_blocks_of(int head) const {
+    if constexpr (kHasOptions)
+      return QueryBlocks<kQueries, kKeys>(direct ? MaskMap{} : arguments.space.map, batch, head, key, keys, begin, end);
+    else
+      return AllBlocks{begin};
+  }
+
   __device__ __forceinline__ void mainloop(int head_index, KeyGrads& grad_key, KeyGrads& grad_value) {
     const Head head(*this, head_index);
-    QueryBlocks<kQueries, kKeys> query_blocks(direct ? MaskMap{} : arguments.space.map, batch, head_index, key, keys, begin,
-                                              end);
-    Prefetch next_queries, next_grad_out;
+    auto query_blocks = query_blocks_of(head_index);
     bool mask_is_clear, next_mask_is_clear = false;
     int block = query_blocks.next(mask_is_clear), stage = 0;
     if (head_index > first_head) __syncthreads();  // all have done with the head before
+    BlockCopies general(*this, head);
     if (block < end) {
-      load_queries(head, next_queries, 0, block);
-      load_grad_out(head, next_grad_out, 0, block);
-      finish_loads(head, next_queries, next_grad_out, 0, block);
+      general.start_queries(0, block);
+      general.start_grad_out(0, block);
+      general.finish(0, block);
       if (kHasOptions && head.mask.data && !mask_is_clear) mask_tile.load(head.mask, block * kQueries, queries, key, keys);
     }
     cp_async_commit();
 
-    for (int next; block < end; block = next, mask_is_clear = next_mask_is_clear, stage = (stage + 1) % kStages) {
+    // Takes a block, and moves on to the next one.
+    const auto step = [&](auto& copies) __attribute__((always_inline)) {
+      using Copies = std::remove_reference_t<decltype(copies)>;
       const int query = block * kQueries;
       const bool masked = kHasOptions && head.mask.data && !mask_is_clear;
       cp_async_wait();
       __syncthreads();  // this block is there, and all have done with the one before
-      next = query_blocks.next(next_mask_is_clear);
-      if (kStages > 1 && next < end) {
-        load_queries(head, next_queries, (stage + 1) % kStages, next);
-        load_grad_out(head, next_grad_out, (stage + 1) % kStages, next);
-      }
-
-      const ScoreBlock here{query + score_query, key, queries, keys, query >= whole_begin && query + kQueries <= whole_end};
+      const int next = query_blocks.next(next_mask_is_clear), next_stage = kStages > 1 ? stage ^ 1 : 0;
+      const ScoreBlock here{query + score_query, key, queries, keys,
+                            Copies::kWhole || (query >= whole_begin && query + kQueries <= whole_end)};
       [[maybe_unused]] unsigned kept = ~0u;
       if (kHasOptions && head.dropout && has_scores)
         kept = draw_weights<true, kScoreRows, kScoreColumns>(score_row, head.dropout, here);
       Scores scores, grads;
-      make_weights_and_grad_scores(scores, grads, head, stage, here, kept, masked);
+      // Copies start after the products' own loads, which they would delay.
+      const auto start_copies = [&]() __attribute__((always_inline)) {
+        if (kStages == 1 || next >= end) return;
+        copies.start_queries(next_stage, next);
+        copies.start_grad_out(next_stage, next);
+      };
+      make_weights_and_grad_scores(scores, grads, head, stage, here, kept, masked, start_copies);
       const ScoreOperand weight_operand(scores), grad_operand(grads);
       if (has_scores && !kInRegisters) weight_operand.store(weight_tile, score_row, score_query);
       if (has_scores && (!kInRegisters || makes_dq)) grad_operand.store(grad_tile, score_row, score_query);
 
       // dV += P^T dO and dK += dS^T Q. A warp's own weights and gradients of scores are in its registers; others' are of the
       // kOthers queries from `other` on.
-      const int other = kOwnHalf ? kScoreQueries - score_query : 0;
-      constexpr int kOthers = kOwnHalf ? kScoreQueries : kQueries;
+      [[maybe_unused]] const int other = kOwnHalf ? kScoreQueries - score_query : 0;
+      [[maybe_unused]] constexpr int kOthers = kOwnHalf ? kScoreQueries : kQueries;
       if constexpr (kInRegisters || kOwnHalf)
         multiply_operand(grad_value, weight_operand, grad_out_tile(stage).from(score_query, 0), dkv_column);
       if constexpr (kOwnHalf) multiply_operand(grad_key, grad_operand, query_tile(stage).from(score_query, 0), dkv_column);
@@ -375,7 +438,8 @@ class BackwardSm80Kernel {
                                           dkv_column);
         if (kStages == 1) __syncthreads();  // all have done with the gradients of outputs
       }
-      if (kStages == 1 && next < end) load_grad_out(head, next_grad_out, 0, next);
+      if (kStages == 1 && next < end) copies.start_grad_out(0, next);
+      if (kDqFirst && makes_dq) accumulate_dq<Copies::kWhole>(head, query);
       if constexpr (kInRegisters)
         multiply_operand(grad_key, grad_operand, query_tile(stage).from(score_query, 0));
       else
@@ -383,29 +447,95 @@ class BackwardSm80Kernel {
                                           dkv_column);
       if (kStages == 1) {
         __syncthreads();  // all have done with the queries
-        if (next < end) load_queries(head, next_queries, 0, next);
+        if (next < end) copies.start_queries(0, next);
       }
       cp_async_commit();
 
-      if (makes_dq) accumulate_dq(head, query);
-      if (next < end) finish_loads(head, next_queries, next_grad_out, (stage + 1) % kStages, next);
+      if (!kDqFirst && makes_dq) accumulate_dq<Copies::kWhole>(head, query);
+      if (next < end) copies.finish(next_stage, next);
+      block = next, mask_is_clear = next_mask_is_clear, stage = next_stage;
+    };
+    take_blocks(head, block, general, step);
+  }
+
+  // Calls step(copies), which moves `block` on, until there are no more blocks.
+  template <class Step>
+  __device__ __forceinline__ void take_blocks(const Head& head, int& block, BlockCopies& general, const Step& step) const {
+    if constexpr (kHasWholeLoop) {
+      const int first_whole = (whole_begin + kQueries - 1) / kQueries;
+      // A step of the loop of whole blocks copies the next block, if there is one.
+      const int last_copied = end * kQueries <= queries ? end : queries / kQueries - 1;
+      const int whole_stop = WholeCopies::can_load(head) && !direct ? min(min(whole_end / kQueries, end), last_copied) : 0;
+      while (block < end) {
+        if (block >= first_whole && block < whole_stop) {
+          WholeCopies copies{*this, head};
+#pragma unroll 1
+          while (block < whole_stop) step(copies);
+        } else {
+          const int stop = block < first_whole ? min(first_whole, end) : end;
+#pragma unroll 1
+          while (block < stop) step(general);
+        }
+      }
+    } else {
+      while (block < end) step(general);
     }
   }
 
   // S^T = K Q^T and dP^T = V dO^T of the warp's keys and queries, and from them P^T in `scores`, after dropout, and dS^T in
   // `grads`.
+  // The warp's scores and gradients of weights, of which it computes one kind for itself and for another warp. What it gets
+  // from that warp lies where it will put its own weights and gradients of scores: another warp neither reads nor writes there.
+  __device__ __forceinline__ void multiply_in_pairs(Scores& scores, Scores& grads, int stage) const {
+    Scores mine, theirs;
+    const bool has_grads = warp >= kPairs;
+    const int other_query = score_query ^ kScoreQueries;
+    const WideTile left = has_grads ? value_tile : key_tile, right = has_grads ? grad_out_tile(stage) : query_tile(stage);
+    clear(mine);
+    clear(theirs);
+    multiply_rows_twice(mine, theirs, left, score_row, right.from(score_query, 0), right.from(other_query, 0));
+    static_assert(!kSplits || (kScoreRows == 2 && kScoreColumns == 2));
+    const auto slot = [&](int query, int i, int j) {
+      return reinterpret_cast<float4*>((i == 0 ? weight_tile : grad_tile).row(score_row + lane()) + query + 8 * j);
+    };
+#pragma unroll
+    for (int i = 0; i < kScoreRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kScoreColumns; ++j)
+        *slot(other_query, i, j) = make_float4(theirs[i][j][0], theirs[i][j][1], theirs[i][j][2], theirs[i][j][3]);
+    sync_named(1 + warp % kPairs, 2 * kWarpSize);
+#pragma unroll
+    for (int i = 0; i < kScoreRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kScoreColumns; ++j) {
+        const float4 x = *slot(score_query, i, j);
+        const float others[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          scores[i][j][e] = has_grads ? others[e] : mine[i][j][e];
+          grads[i][j][e] = has_grads ? mine[i][j][e] : others[e];
+        }
+      }
+    __syncwarp();  // the warp's lanes overwrite what others of its lanes read
+  }
+
+  template <class AfterProducts>
   __device__ __forceinline__ void make_weights_and_grad_scores(Scores& scores, Scores& grads, const Head& head, int stage,
-                                                               const ScoreBlock& here, unsigned kept, bool masked) const {
+                                                               const ScoreBlock& here, unsigned kept, bool masked,
+                                                               const AfterProducts& after_products) const {
     Compensation score_compensation, grad_compensation;
-    clear(scores);
-    clear(grads);
-    if (has_scores) {
+    if constexpr (kSplits) {
+      multiply_in_pairs(scores, grads, stage);
+    } else if (has_scores) {
+      clear(scores);
+      clear(grads);
       // With the bits of the forward pass: the weight of the only key that a query sees is then 1, whatever rounding left of
       // its score, softcap and ALiBi.
       multiply_rows<GemmOptions{.transposed = true}>(scores, score_compensation, key_tile, score_row,
                                                      query_tile(stage).from(score_query, 0));
       multiply_rows(grads, grad_compensation, value_tile, score_row, grad_out_tile(stage).from(score_query, 0));
     }
+    after_products();
     if (has_scores) {
       const RowStats stats{row_stats(stage).data + score_query};
       subtract_deltas(grads, grad_compensation, head, stats, kept);
@@ -465,26 +595,24 @@ class BackwardSm80Kernel {
     }
   }
 
-  // dQ += dS K of the queries from `query` on.
+  // dQ += dS K of the queries from `query` on. kWhole: a block that is whole.
+  template <bool kWhole>
   __device__ __forceinline__ void accumulate_dq(const Head& head, int query) const {
     Accumulator<kDqRows, kDqWidth / 8> grad_query;
     clear(grad_query);
     multiply_columns<kKeys>(grad_query, grad_tile, dq_row, key_tile, dq_column);
-    if (direct) {
+    if (!kWhole && direct) {
       const MutableView4& view = gradients.grad_query;
       store_accumulators(grad_query, static_cast<float>(problem.scale),
                          static_cast<Element*>(view.data) + batch * view.stride[0] + head.index * view.stride[1],
                          view.stride[2], view.stride[3], query + dq_row, dq_column, queries,
                          static_cast<int>(problem.head_dim));
     } else {
-      float* const dq_accum = arguments.space.dq_accum + head.first_block * (kStatsRows * kHeadDim);
+      float* const to = head.dq_accum + int64_t{query} * kHeadDim + dq_accum_offset(lane(), 0);
 #pragma unroll
       for (int i = 0; i < kDqRows; ++i)
 #pragma unroll
-        for (int j = 0; j < kDqWidth / 8; ++j)
-          dq_accum_add(dq_accum + (int64_t{query + dq_row} / 16 + i) * (16 * kHeadDim) + (dq_column / 8 + j) * 128 +
-                           dq_accum_offset(lane(), 0),
-                       grad_query[i][j]);
+        for (int j = 0; j < kDqWidth / 8; ++j) dq_accum_add(to + i * (16 * kHeadDim) + j * 128, grad_query[i][j]);
     }
   }
 
@@ -563,13 +691,15 @@ void visit_backward_sm80(const AttentionProblem& problem, F&& f, SharedBytes... 
   visit_sm80<BackwardSm80Kernel, has_backward_sm80_tile, kHeadDim>(problem, f, shared_bytes...);
 }
 
-template <int kHeadDim>
-DqMode dq_mode_on_sm80(const AttentionProblem& problem, bool deterministic) {
+template <int kHeadDim, class... SharedBytes>
+DqMode dq_mode_on_sm80(const AttentionProblem& problem, bool deterministic, SharedBytes... shared_bytes) {
   int tile_keys = 0;
-  visit_backward_sm80<kHeadDim>(problem,
-                                [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
-                                  tile_keys = BackwardSm80Kernel<Element, kHeadDim, kVariant>::kKeys;
-                                });
+  visit_backward_sm80<kHeadDim>(
+      problem,
+      [&]<class Element, Variant kVariant>(Type<Element>, VariantConstant<kVariant>) {
+        tile_keys = BackwardSm80Kernel<Element, kHeadDim, kVariant>::kKeys;
+      },
+      shared_bytes...);
   if (problem.keys == 0) return DqMode::kAccumulate;  // of nothing
   if (!problem.query_starts && problem.keys <= tile_keys) return DqMode::kDirect;
   return deterministic ? DqMode::kNone : DqMode::kAccumulate;
@@ -595,6 +725,8 @@ void launch_backward_sm80(const AttentionProblem& problem, const AttentionGradie
       .score_mod = ScoreMod(problem),
       .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
       .dq_mode = dq_mode,
+      .query_step = Kernel::step_of(problem.query),
+      .grad_out_step = Kernel::step_of(gradients.grad_out),
   };
   if (arguments.list.count() > 0)
     launch<attention_backward_sm80<Element, kHeadDim, kVariant>>(arguments, arguments.list.count(), Kernel::kThreads,
@@ -606,11 +738,14 @@ const char* AttentionBackwardSm80<kHeadDim>::refusal(const BackwardPass& pass, c
   const char* reason = nullptr;
   visit_backward_sm80<kHeadDim>(
       pass.problem,
-      [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+      [&]<class Element, Variant kVariant>(Type<Element>, VariantConstant<kVariant>) {
         if (BackwardSm80Kernel<Element, kHeadDim, kVariant>::shared_bytes(pass.problem) > gpu.shared_bytes)
           reason = "the GPU has too little shared memory for this head dim";
       },
       gpu.shared_bytes);
+  if (dq_mode_on_sm80<kHeadDim>(pass.problem, pass.deterministic, gpu.shared_bytes) == DqMode::kNone &&
+      !AttentionBackwardDqSm80<kHeadDim>::fits(pass.problem, gpu))
+    reason = "the GPU has too little shared memory for this head dim in deterministic mode";
   return reason;
 }
 
@@ -627,10 +762,9 @@ void AttentionBackwardSm80<kHeadDim>::run(const BackwardPass& pass, void* worksp
   const DqMode dq_mode = dq_mode_on_sm80<kHeadDim>(problem, pass.deterministic);
   fill_mask_map(problem, space.map, stream);
   prepare_backward(problem, gradients, space, stream);
-  visit_backward_sm80<kHeadDim>(problem,
-                                [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
-                                  launch_backward_sm80<Element, kHeadDim, kVariant>(problem, gradients, space, dq_mode, stream);
-                                });
+  visit_backward_sm80<kHeadDim>(problem, [&]<class Element, Variant kVariant>(Type<Element>, VariantConstant<kVariant>) {
+    launch_backward_sm80<Element, kHeadDim, kVariant>(problem, gradients, space, dq_mode, stream);
+  });
   if (dq_mode == DqMode::kAccumulate) convert_dq_accum(problem, gradients, space, stream);
   if (dq_mode == DqMode::kNone) AttentionBackwardDqSm80<kHeadDim>::run(pass, space, stream);
   if (gradients.grad_sinks) reduce_sink_partials(problem, gradients, space, stream);

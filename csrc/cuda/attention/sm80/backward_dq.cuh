@@ -13,6 +13,7 @@
 #include "../kernels.h"
 #include "load.cuh"
 #include "tiles.h"
+#include "variants.cuh"
 
 namespace flash_online::cuda {
 
@@ -26,10 +27,10 @@ struct BackwardDqSm80Arguments {
 };
 
 // A CTA's pass. Members that run on the device stand in the order in which they are called.
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, Variant kVariant>
 class BackwardDqSm80Kernel {
  public:
-  static constexpr BackwardDqSm80Tile kTile = backward_dq_sm80_tile(kDigitsBytes<Element>, kHeadDim);
+  static constexpr BackwardDqSm80Tile kTile = backward_dq_sm80_tile(kDigitsBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys, kColumns = kTile.columns;
 
   static int shared_bytes(const AttentionProblem& problem) {
@@ -220,17 +221,40 @@ class BackwardDqSm80Kernel {
   }
 };
 
-template <class Element, int kHeadDim, class Kernel = BackwardDqSm80Kernel<Element, kHeadDim>>
+template <class Element, int kHeadDim, Variant kVariant, class Kernel = BackwardDqSm80Kernel<Element, kHeadDim, kVariant>>
 __global__ void __launch_bounds__(Kernel::kThreads)
     attention_backward_dq_sm80(const __grid_constant__ BackwardDqSm80Arguments arguments) {
   Kernel::run(arguments);
 }
 
+// Calls f(Type<Element>, VariantConstant) with the variant that fits into `room` bytes of shared memory per CTA, or the last.
+template <int kHeadDim, class F>
+void visit_backward_dq_sm80(const AttentionProblem& problem, F&& f, int room = shared_bytes_per_cta()) {
+  visit_element(problem.dtype, [&]<class Element>(Type<Element> element) {
+    if constexpr (has_backward_dq_sm80_tile(kDigitsBytes<Element>, kHeadDim, kSmall))
+      if (BackwardDqSm80Kernel<Element, kHeadDim, kAll>::shared_bytes(problem) > room)
+        return f(element, VariantConstant<kSmall>{});
+    f(element, VariantConstant<kAll>{});
+  });
+}
+
+template <int kHeadDim>
+bool AttentionBackwardDqSm80<kHeadDim>::fits(const AttentionProblem& problem, const Gpu& gpu) {
+  bool fits = false;
+  visit_backward_dq_sm80<kHeadDim>(
+      problem,
+      [&]<class Element, Variant kVariant>(Type<Element>, VariantConstant<kVariant>) {
+        fits = BackwardDqSm80Kernel<Element, kHeadDim, kVariant>::shared_bytes(problem) <= gpu.shared_bytes;
+      },
+      gpu.shared_bytes);
+  return fits;
+}
+
 template <int kHeadDim>
 void AttentionBackwardDqSm80<kHeadDim>::run(const BackwardPass& pass, const BackwardWorkspace& space, CUstream_st* stream) {
   const AttentionProblem& problem = pass.problem;
-  visit_element(problem.dtype, [&]<class Element>(Type<Element>) {
-    using Kernel = BackwardDqSm80Kernel<Element, kHeadDim>;
+  visit_backward_dq_sm80<kHeadDim>(problem, [&]<class Element, Variant kVariant>(Type<Element>, VariantConstant<kVariant>) {
+    using Kernel = BackwardDqSm80Kernel<Element, kHeadDim, kVariant>;
     const BackwardDqSm80Arguments arguments{
         .problem = problem,
         .gradients = pass.gradients,
@@ -241,8 +265,8 @@ void AttentionBackwardDqSm80<kHeadDim>::run(const BackwardPass& pass, const Back
     };
     const int64_t panels = (problem.head_dim + Kernel::kColumns - 1) / Kernel::kColumns;
     if (arguments.list.count() * panels == 0) return;
-    launch<attention_backward_dq_sm80<Element, kHeadDim>>(arguments, arguments.list.count() * panels, Kernel::kThreads,
-                                                          Kernel::shared_bytes(problem), stream);
+    launch<attention_backward_dq_sm80<Element, kHeadDim, kVariant>>(arguments, arguments.list.count() * panels,
+                                                                    Kernel::kThreads, Kernel::shared_bytes(problem), stream);
   });
 }
 

@@ -11,7 +11,7 @@ using CachedSm80Kernel = ForwardSm80Kernel<Element, kHeadDim, kVariant, true>;
 
 // Float32 always has all of its digits, and every kernel has all options.
 constexpr bool has_cached_sm80_tile(int bytes, int head_dim, Variant variant) {
-  return bytes != 4 && variant != kPlain && has_forward_sm80_tile(bytes, head_dim, variant);
+  return bytes != 4 && has_options(variant) && has_forward_sm80_tile(bytes, head_dim, variant);
 }
 
 template <int kHeadDim, class F, class... SharedBytes>
@@ -51,7 +51,7 @@ const char* AttentionCachedSm80<kHeadDim>::refusal(const ForwardPass& pass, cons
   const char* reason = nullptr;
   visit_cached_sm80<kHeadDim>(
       pass.problem,
-      [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+      [&]<class Element, Variant kVariant>(Type<Element>, VariantConstant<kVariant>) {
         if (CachedSm80Kernel<Element, kHeadDim, kVariant>::shared_bytes(pass.problem) > gpu.shared_bytes)
           reason = "the GPU has too little shared memory for this head dim";
       },
@@ -62,11 +62,10 @@ const char* AttentionCachedSm80<kHeadDim>::refusal(const ForwardPass& pass, cons
 template <int kHeadDim>
 int64_t AttentionCachedSm80<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
   int64_t bytes = 0;
-  visit_cached_sm80<kHeadDim>(pass.problem,
-                              [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
-                                using Kernel = CachedSm80Kernel<Element, kHeadDim, kVariant>;
-                                bytes = cached_kv_splits_of<Kernel>(pass.problem).bytes(pass.problem);
-                              });
+  visit_cached_sm80<kHeadDim>(pass.problem, [&]<class Element, Variant kVariant>(Type<Element>, VariantConstant<kVariant>) {
+    using Kernel = CachedSm80Kernel<Element, kHeadDim, kVariant>;
+    bytes = cached_kv_splits_of<Kernel>(pass.problem).bytes(pass.problem);
+  });
   return bytes;
 }
 
@@ -94,10 +93,9 @@ void launch_cached_sm80(const AttentionProblem& problem, void* workspace, CUstre
 
 template <int kHeadDim>
 void AttentionCachedSm80<kHeadDim>::run(const ForwardPass& pass, void* workspace, CUstream_st* stream) {
-  visit_cached_sm80<kHeadDim>(pass.problem,
-                              [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
-                                launch_cached_sm80<Element, kHeadDim, kVariant>(pass.problem, workspace, stream);
-                              });
+  visit_cached_sm80<kHeadDim>(pass.problem, [&]<class Element, Variant kVariant>(Type<Element>, VariantConstant<kVariant>) {
+    launch_cached_sm80<Element, kHeadDim, kVariant>(pass.problem, workspace, stream);
+  });
 }
 
 }  // namespace flash_online::cuda

@@ -6,8 +6,10 @@
 // next block's keys while weights and outputs are computed.
 #pragma once
 
+#include "../../hw/compiler.cuh"
 #include "../../hw/launch.h"
 #include "../../hw/named_barrier.cuh"
+#include "../../hw/uniform.cuh"
 #include "../../mma/gemm.cuh"
 #include "../cache/kv_splits.cuh"
 #include "../common/dropout.cuh"
@@ -40,14 +42,17 @@ struct ForwardSm80Arguments {
 template <class Element, int kHeadDim, Variant kVariant, bool kCached = false>
 class ForwardSm80Kernel {
  public:
-  static constexpr bool kHasOptions = kVariant != Variant::kPlain, kHasMask = kHasOptions && !kCached;
-  // Kernels for 16-bit elements without options have a loop of their own for blocks that all queries see whole.
-  static constexpr bool kHasWholeLoop = !kHasOptions && !kCached && Fragments<Element>::kDigits == 1;
+  static constexpr bool kHasOptions = has_options(kVariant), kHasMask = kHasOptions && !kCached;
+  static constexpr bool kIsSimple = !kHasOptions && !kCached && Fragments<Element>::kDigits == 1;
+  static constexpr bool kHasVectors = kIsSimple && kVariant != Variant::kAnyRows;  // rows consist of whole vectors
   static constexpr ForwardSm80Tile kTile = forward_sm80_tile(kDigitsBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys;
-  static constexpr int kHeadDimV = kTile.head_dim_v, kRowTiles = kTile.row_tiles;
-  static constexpr int kRowWarps = kTile.warps / kTile.key_warps;  // with different rows
-  static constexpr int kWarpKeys = kKeys / kTile.key_warps;  // of a step, per warp
+  static constexpr int kHeadDimV = kTile.head_dim_v, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
+  static constexpr bool kSharesColumns = kTile.column_warps > 1;
+  static_assert(!kSharesColumns || kIsSimple);
+  static constexpr int kRowWarps = kTile.warps / kTile.sharing_warps();  // with different rows
+  static constexpr int kWarpKeys = kKeys / kTile.sharing_warps();  // whose scores a warp computes, of a step
+  static constexpr int kWarpColumns = kHeadDimV / kTile.column_warps;  // of the values, that a warp sums
 
   static int shared_bytes(const AttentionProblem& problem) {
     const int rows = !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
@@ -62,7 +67,7 @@ class ForwardSm80Kernel {
   // TileVectors::step of the rows of `view`, where the kernel has TileVectors.
   template <TileCopy kCopy>
   static int64_t step_of(const ConstView4& view) {
-    if constexpr (kHasWholeLoop) return TileVectors<Element, kCopy>::step(view.stride[2]);
+    if constexpr (kHasVectors) return TileVectors<Element, kCopy>::step(view.stride[2]);
     return 0;
   }
 
@@ -72,7 +77,8 @@ class ForwardSm80Kernel {
   using Digit = typename Digits<Element>::Digit;
   using QueryTile = SharedTile<Element, kHeadDim>;
   using ValueTile = SharedTile<Element, kHeadDimV>;
-  using Outputs = Accumulator<kRowTiles, kHeadDimV / 8>;
+  using WeightTile = SharedTile<Element, kKeys>;
+  using Outputs = Accumulator<kRowTiles, kWarpColumns / 8>;
   using Scores = Accumulator<kRowTiles, kWarpKeys / 8>;
   using Compensation = CompensatedAccumulator<Element, kRowTiles, kWarpKeys / 8>;
   using RowStates = ScoreState[kRowTiles][2];
@@ -83,7 +89,17 @@ class ForwardSm80Kernel {
   static constexpr int kQueryBytes = QueryTile::bytes(kQueries), kKeyBytes = QueryTile::bytes(kKeys),
                        kValueBytes = ValueTile::bytes(kKeys);
   static_assert(kQueryBytes % 16 == 0 && kKeyBytes % 16 == 0 && kValueBytes % 16 == 0);
-  static_assert(kQueryBytes + kKeyBytes + kValueBytes == kTile.shared_bytes());
+  static constexpr int kStageBytes = kKeyBytes + kValueBytes, kTileBytes = kQueryBytes + kStages * kStageBytes;
+  static_assert(kTileBytes + kTile.weight_bytes() == kTile.shared_bytes());
+  static_assert(!kSharesColumns || WeightTile::bytes(kQueries) == kTile.weight_bytes());
+
+  struct Stage {
+    QueryTile keys;
+    ValueTile values;
+    __device__ __forceinline__ Stage(char* shared, int stage)
+        : keys{reinterpret_cast<Digit*>(shared + kQueryBytes + stage * kStageBytes)},
+          values{reinterpret_cast<Digit*>(shared + kQueryBytes + kKeyBytes + stage * kStageBytes)} {}
+  };
 
   // The work of a CTA: queries [query, last_query) of one or more heads; `sequence` has the keys of one kv_split.
   struct Work {
@@ -102,6 +118,7 @@ class ForwardSm80Kernel {
     int all;  // keys
     Prefetch<kKeyCopy> keys;
     Prefetch<kValueCopy> values;
+    int next_key = -1;
     static constexpr bool kWhole = false, kAmongProducts = false;
 
     __device__ __forceinline__ BlockCopies(const KeyRows& key_rows_, const KeyRows& value_rows_, int all_)
@@ -111,39 +128,70 @@ class ForwardSm80Kernel {
     __device__ __forceinline__ void finish_values(ValueTile tile, int key) { values.finish(tile, value_rows, key, all); }
     __device__ __forceinline__ void start_keys(QueryTile tile, int key) { keys.start(tile, key_rows, key, all); }
     __device__ __forceinline__ void finish_keys(QueryTile tile, int key) { keys.finish(tile, key_rows, key, all); }
+    // The next block's keys and values, where there are two stages.
+    __device__ __forceinline__ void start_next(int key, bool exists) { next_key = exists ? key : -1; }
+    __device__ __forceinline__ void start_next_at(const Stage& tiles, int step) {
+      if (step > 0 || next_key < 0) return;
+      start_keys(tiles.keys, next_key);
+      start_values(tiles.values, next_key);
+    }
   };
-  // The copies of consecutive blocks from key `first` on, if every row of these blocks exists and consists of whole vectors.
-  struct WholeCopies {
+  // The same for rows that consist of whole vectors. All addresses are made anew from the number of the thread: what was kept
+  // from block to block would take the registers of fragments. kWhole: each block is one that all
+  // queries see whole, and so is the next one or all of its rows exist.
+  template <bool kIsWhole>
+  struct VectorCopies {
+    using KeyVectors = TileVectors<Element, kKeyCopy>;
+    using ValueVectors = TileVectors<Element, kValueCopy>;
     const ForwardSm80Arguments& arguments;
-    TileVectors<Element, kKeyCopy> keys;
-    TileVectors<Element, kValueCopy> values;
-    int key_columns, value_columns;
-    // In a wide tile, copies of values start between the steps of the product of queries and keys: many copies at once would
-    // delay the product's loads from shared memory.
-    static constexpr bool kWhole = true, kAmongProducts = kHeadDim > 64;
+    const KeyRows &key_rows, &value_rows;
+    int all;  // keys
+    KeyVectors keys;  // of the next block
+    ValueVectors values;  // of this block; with two stages, of the next one
+    // Copies start between the steps of the product of queries and keys: many at once would delay the product's loads from
+    // shared memory.
+    static constexpr bool kWhole = kIsWhole, kAmongProducts = true;
+    static constexpr int kProductSteps = kHeadDim / 16;
 
-    __device__ __forceinline__ WholeCopies(const ForwardSm80Arguments& arguments_, const KeyRows& key_rows,
-                                           const KeyRows& value_rows, int first)
+    __device__ __forceinline__ VectorCopies(const ForwardSm80Arguments& arguments_, const KeyRows& key_rows_,
+                                            const KeyRows& value_rows_, int all_)
         : arguments(arguments_),
-          keys(key_rows, first + kKeys),
-          values(value_rows, first),
-          key_columns(key_rows.columns),
-          value_columns(value_rows.columns) {}
-    __device__ __forceinline__ static bool can_load(const KeyRows& key_rows, const KeyRows& value_rows) {
-      return key_rows.vectors && value_rows.vectors && (key_rows.columns | value_rows.columns) % kPerVector<Element> == 0;
+          key_rows(key_rows_),
+          value_rows(value_rows_),
+          all(all_),
+          keys(key_rows_, 0),
+          values(value_rows_, 0) {}
+    template <class Vectors>
+    __device__ __forceinline__ Vectors vectors(const KeyRows& rows, int key) const {
+      const unsigned thread = opaque(threadIdx.x);
+      return kWhole ? Vectors(rows, key, thread) : Vectors(rows, key, all, thread);
     }
-    __device__ __forceinline__ void start_values(ValueTile tile, int) {
-      if constexpr (!kAmongProducts) values.load(tile, arguments.value_step, value_columns, 0, values.kCount);
-    }
-    // Two copies of the thread per step of the products.
+    __device__ __forceinline__ void start_values(ValueTile, int key) { values = vectors<ValueVectors>(value_rows, key); }
     __device__ __forceinline__ void start_values_at(ValueTile tile, int step) {
-      if constexpr (kAmongProducts) values.load(tile, arguments.value_step, value_columns, 2 * step, 2 * step + 2);
+      constexpr int kPerStep = (ValueVectors::kCount + kProductSteps - 1) / kProductSteps;
+      values.load(tile, arguments.value_step, kPerStep * step, kPerStep * (step + 1));
     }
     __device__ __forceinline__ void finish_values(ValueTile, int) {}
-    __device__ __forceinline__ void start_keys(QueryTile tile, int) {
-      keys.load(tile, arguments.key_step, key_columns, 0, keys.kCount);
+    __device__ __forceinline__ void start_keys(QueryTile tile, int key) {
+      vectors<KeyVectors>(key_rows, key).load(tile, arguments.key_step);
     }
     __device__ __forceinline__ void finish_keys(QueryTile, int) {}
+    // The next block's keys and values, where there are two stages. One that does not exist becomes 0.
+    __device__ __forceinline__ void start_next(int key, bool exists) {
+      keys = vectors<KeyVectors>(key_rows, key);
+      values = vectors<ValueVectors>(value_rows, key);
+      if (!exists) keys.count = values.count = 0;
+    }
+    __device__ __forceinline__ void start_next_at(const Stage& tiles, int step) {
+      constexpr int kCopies = KeyVectors::kCount + ValueVectors::kCount,
+                    kPerStep = (kCopies + kProductSteps - 1) / kProductSteps;
+#pragma unroll
+      for (int n = step * kPerStep; n < min((step + 1) * kPerStep, kCopies); ++n)
+        if (n < KeyVectors::kCount)
+          keys.load(tiles.keys, arguments.key_step, n, n + 1);
+        else
+          values.load(tiles.values, arguments.value_step, n - KeyVectors::kCount, n - KeyVectors::kCount + 1);
+    }
   };
 
   // The blocks of keys that a tile sees, and those that all of its queries see whole.
@@ -186,8 +234,8 @@ class ForwardSm80Kernel {
     if constexpr (kCached) work.rows = {arguments.group};
     const int tile_queries = kQueries / work.rows.heads;
     const TileCoord tile = tile_coord(problem, arguments.list, tile_index, false, tile_queries, problem.visible.right >= 0);
-    work.batch = tile.sequence;
-    work.head = tile.head * work.rows.heads;
+    work.batch = uniform(static_cast<int>(tile.sequence));
+    work.head = uniform(tile.head * work.rows.heads);
     if (problem.query_starts && tile.block == 0 && work.value_panel == 0 && work.kv_split == 0)
       for (int n = 0; n < work.rows.heads; ++n) clear_padding(problem, work.batch, work.head + n);
     work.sequence = kCached ? cached_sequence(problem, work.batch) : sequence_of(problem, work.batch);
@@ -195,8 +243,8 @@ class ForwardSm80Kernel {
     work.kv_splits = kCached ? arguments.kv_splits.count_of(work.sequence) : 1;
     if (work.kv_split >= work.kv_splits || tile.block < 0 || tile.block * tile_queries >= queries) return false;
     if (kCached) work.sequence = with_keys(work.sequence, kv_split_of(work.sequence.keys.count, work.kv_splits, work.kv_split));
-    work.query = static_cast<int>(tile.block) * tile_queries;
-    work.last_query = min(work.query + tile_queries, queries);
+    work.query = uniform(static_cast<int>(tile.block) * tile_queries);
+    work.last_query = uniform(min(work.query + tile_queries, queries));
     return true;
   }
 
@@ -210,16 +258,48 @@ class ForwardSm80Kernel {
   // `from`: the first head's rows.
   __device__ __forceinline__ static void load_queries(const ForwardSm80Arguments& arguments, QueryTile tile,
                                                       const HeadRows<Element>& from, const Work& work) {
-    if constexpr (kHasWholeLoop)
-      if (from.vectors && from.columns % kPerVector<Element> == 0 && work.last_query - work.query == kQueries) {
-        TileVectors<Element, kQueryCopy> vectors(from, work.query);
-        return vectors.load(tile, arguments.query_step, from.columns, 0, vectors.kCount);
-      }
+    if constexpr (kHasVectors)
+      return TileVectors<Element, kQueryCopy>(from, work.query, work.last_query, threadIdx.x).load(tile, arguments.query_step);
     if constexpr (kCached)
       load_group<kQueries, kThreads>(tile, from, arguments.problem.query.stride[1], work.rows, work.query, work.last_query);
     else
       load<kQueries, kThreads>(tile, from, work.query, static_cast<int>(work.sequence.queries.count));
   }
+
+  // Starts copying the first block of keys or values.
+  template <TileCopy kCopy, class Tile>
+  __device__ __forceinline__ static void load_block(Tile tile, const KeyRows& from, int key, int keys, int64_t step) {
+    if constexpr (kHasVectors)
+      TileVectors<Element, kCopy>(from, key, keys, threadIdx.x).load(tile, step);
+    else
+      load<kKeys, kThreads>(tile, from, key, keys);
+  }
+
+  // What the mainloop reads of the tile's heads.
+  struct Head {
+    HeadRows<Element> query_rows;
+    KeyRows key_rows, value_rows;
+    HeadMask mask;
+    HeadScoreMod<Element> score_mod;
+    Dropout dropout;
+    float scale;  // of scores, in their exponent
+
+    __device__ __forceinline__ Head(const ForwardSm80Arguments& arguments, const Work& work)
+        : Head(arguments.problem, arguments, work, static_cast<int>(work.head) / arguments.heads_per_key_head,
+               static_cast<int>(work.head) / arguments.heads_per_value_head) {}
+    __device__ __forceinline__ Head(const AttentionProblem& problem, const ForwardSm80Arguments& arguments, const Work& work,
+                                    int key_head, int value_head)
+        : query_rows(problem.query, work.batch, work.head, work.sequence.queries.begin, problem.head_dim),
+          key_rows(rows_of(problem, problem.key, work.batch, work.sequence.keys, key_head, problem.head_dim, 0, 0)),
+          value_rows(rows_of(problem, problem.value, work.batch, work.sequence.keys, value_head, problem.head_dim_v,
+                             work.value_panel * kHeadDimV, kKeys * kHeadDim)),
+          mask(problem, work.batch, work.head),
+          score_mod(score_mod_of_head<Element>(arguments.score_mod, problem, work.batch, work.head)),
+          dropout(problem, work.batch, work.head) {
+      if (kCached) score_mod.multiply(scale_of(problem.cache.key_scale, problem.cache.key_scale_stride, work.batch, key_head));
+      scale = kHasOptions ? score_mod.remaining_scale() : score_mod.scale;
+    }
+  };
 
   // Clears packed rows of one head that have no result: out is 0 there, lse is -inf.
   __device__ __forceinline__ static void clear_results(const AttentionProblem& problem, int64_t head, const Rows& rows) {
@@ -280,7 +360,75 @@ class ForwardSm80Kernel {
     state.sum = __fadd_rn(state.sum, weights);
   }
 
-  // The rows' maxima in a block of scores.
+  // The rows and keys of a warp in the tiles of its CTA, and what warps that share queries exchange.
+  struct WarpPlace {
+    int row;  // the first of its rows
+    int share;  // number among the warps that share queries
+    int barrier;  // named: of these warps
+    WeightTile weights;
+    __device__ __forceinline__ int key() const { return share * kWarpKeys; }
+    __device__ __forceinline__ int other_key() const { return kWarpKeys - key(); }
+    __device__ __forceinline__ int column() const { return kSharesColumns ? share * kWarpColumns : 0; }
+    __device__ __forceinline__ void sync() const { sync_named(barrier, kTile.sharing_warps() * kWarpSize); }
+    __device__ __forceinline__ bool any(bool value) const {
+      if constexpr (kSharesColumns) return any_named(barrier, kTile.sharing_warps() * kWarpSize, value);
+      return __any_sync(~0u, value);
+    }
+    // Calls f(mine, the other warp's) for a number of each row, in place of the weights.
+    template <class F>
+    __device__ __forceinline__ void exchange(RowFloats& numbers, F&& f) const {
+      float* const of_rows = reinterpret_cast<float*>(weights.row(row));
+      for_each_row([&](int i, int half) __attribute__((always_inline)) {
+        if (lane_in_quad() == 0) of_rows[(2 * i + half) * 16 + share * 8 + quad()] = numbers[i][half];
+      });
+      sync();
+      for_each_row([&](int i, int half) __attribute__((always_inline)) {
+        numbers[i][half] = f(numbers[i][half], of_rows[(2 * i + half) * 16 + (1 - share) * 8 + quad()]);
+      });
+      sync();  // the weights may be written
+    }
+  };
+
+  __device__ __forceinline__ static WarpPlace place_of(int warp, char* weights) {
+    if constexpr (kSharesColumns) {
+      const int rows = warp / kTile.column_warps;
+      return {rows * 16 * kRowTiles, warp % kTile.column_warps, 1 + rows, {reinterpret_cast<Digit*>(weights)}};
+    }
+    const int share = kTile.key_warps == 1 ? 0 : warp / kRowWarps;
+    const int rows = warp - share * kRowWarps;
+    return {rows * 16 * kRowTiles, share, 0, {}};
+  }
+
+  // The keys that the rows of a tile see by position: row r those from begin + r to before min(end + r, keys).
+  struct Band {
+    int begin, end, keys;
+    __device__ __forceinline__ Band(const Visibility& visible, int query, int keys_) : keys(keys_) {
+      constexpr int64_t kFar = 0x7fff0000;  // a row more, and an int holds it
+      const KeyRange range = band_of(visible, query, kFar);
+      begin = static_cast<int>(range.begin), end = static_cast<int>(range.end);
+    }
+    // The keys that any of a warp's rows sees: those from `row` on, up to `last`, the tile's last one.
+    __device__ __forceinline__ KeyRange of_rows(int row, int last) const {
+      return {max(begin + min(row, last), 0), max(min(end + min(row + 16 * kRowTiles - 1, last), keys), 0)};
+    }
+    // Hides scores of the rows from `row` on and of the keys from `key` on.
+    __device__ __forceinline__ void hide(Scores& scores, int row, int key) const {
+      const bool has_begin = begin + row + 16 * kRowTiles - 1 > key;
+      for_each_row([&](int i, int half) __attribute__((always_inline)) {
+        const int r = row + 16 * i + 8 * half + quad(), lane_key = key + 2 * lane_in_quad(),
+                  last = min(end + r, keys) - lane_key, first = begin + r - lane_key;
+#pragma unroll
+        for (int j = 0; j < kWarpKeys / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = scores[i][j][2 * half + e];
+            x = 8 * j + e < last && (!has_begin || 8 * j + e >= first) ? x : lowest<float>();
+          }
+      });
+    }
+  };
+
+  // The lane's maxima of its rows in a block of scores.
   __device__ __forceinline__ static void find_maxima(const Scores& scores, RowFloats& maxima) {
     for_each_row([&](int i, int half) __attribute__((always_inline)) {
       float block_max = lowest<float>();
@@ -289,31 +437,36 @@ class ForwardSm80Kernel {
         block_max = fmaxf(block_max, fmaxf(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
       maxima[i][half] = block_max;
     });
+  }
+
+  // Raises the rows' maxima to the block's, and rescales the outputs so far where one has risen by much, which few blocks do:
+  // one vote says so. All rows go through each step together: a step of one row would wait for its own results. Returns whether
+  // a row of the warp has large scores.
+  __device__ __forceinline__ static bool raise_maxima(const Scores& scores, Outputs& out, RowStates& states, float scale,
+                                                      const WarpPlace& place) {
+    RowFloats maxima;
+    find_maxima(scores, maxima);
+    bool rises = false;
+    for_each_row([&](int i, int half) __attribute__((always_inline)) {
+      maxima[i][half] = __fmul_rn(maxima[i][half], scale);
+      rises |= states[i][half].exceeds(kRescaleThreshold, maxima[i][half]) || is_large_row(states[i][half]);
+    });
+    if (!place.any(rises)) [[likely]]
+      return false;
 #pragma unroll
     for (int distance = 1; distance <= 2; ++distance)
       for_each_row([&](int i, int half) __attribute__((always_inline)) {
         maxima[i][half] = fmaxf(maxima[i][half], __shfl_xor_sync(~0u, maxima[i][half], distance));
       });
-  }
-
-  // Raises the rows' maxima to the block's, and rescales the outputs so far where one has risen by much. All rows go through
-  // each step together: a step of one row would wait for its own results. Returns whether a row of the warp has large scores.
-  __device__ __forceinline__ static bool raise_maxima(const Scores& scores, Outputs& out, RowStates& states, float scale) {
-    RowFloats factors;
-    find_maxima(scores, factors);
-    bool rescales = false, has_large = false;
+    if constexpr (kSharesColumns) place.exchange(maxima, [](float mine, float other) { return fmaxf(mine, other); });
+    bool has_large = false;
     for_each_row([&](int i, int half) __attribute__((always_inline)) {
-      factors[i][half] = states[i][half].raise_max_lazily(kRescaleThreshold, __fmul_rn(factors[i][half], scale));
-      rescales |= factors[i][half] != 1;
+      const float factor = states[i][half].raise_max_lazily(kRescaleThreshold, maxima[i][half]);
       has_large |= is_large_row(states[i][half]);
-    });
-    if (!__any_sync(~0u, rescales || has_large)) [[likely]]
-      return false;
-    for_each_row([&](int i, int half) __attribute__((always_inline)) {
 #pragma unroll
-      for (int j = 0; j < kHeadDimV / 8; ++j) {
-        out[i][j][2 * half] *= factors[i][half];
-        out[i][j][2 * half + 1] *= factors[i][half];
+      for (int j = 0; j < kWarpColumns / 8; ++j) {
+        out[i][j][2 * half] *= factor;
+        out[i][j][2 * half + 1] *= factor;
       }
     });
     return !Compensation::kCompensated && __any_sync(~0u, has_large);
@@ -327,7 +480,7 @@ class ForwardSm80Kernel {
   // tensor cores multiply those of the step before. kLarge: some rows may have large scores.
   template <bool kLarge>
   __device__ __forceinline__ static void add_weighted_values(const Scores& scores, Outputs& out, RowStates& states, float scale,
-                                                             ValueTile values) {
+                                                             ValueTile values, const WarpPlace& place) {
     using F = Fragments<Element>;
     RowFloats pivots, sums = {};
     for_each_row([&](int i, int half) __attribute__((always_inline)) { pivots[i][half] = pivot(states[i][half].max); });
@@ -346,25 +499,33 @@ class ForwardSm80Kernel {
               sums[i][half] += x[e];
             }
             a.words[0][n] = F::pair(x[0], x[1]);
+            if constexpr (kSharesColumns)
+              *reinterpret_cast<unsigned*>(place.weights.row(place.row + 16 * i + 8 * half + quad()) + place.key() + 8 * j +
+                                           2 * lane_in_quad()) = a.words[0][n];
           }
         },
-        values, 0);
+        kSharesColumns ? values.from(place.key(), place.column()) : values, 0);
+    if constexpr (kSharesColumns) {
+      place.sync();  // the other warp's weights are there
+      multiply_rows_by_columns<kWarpKeys>(out, place.weights.from(0, place.other_key()), place.row,
+                                          values.from(place.other_key(), place.column()), 0);
+    }
     for_each_row([&](int i, int half) __attribute__((always_inline)) { add_sum(states[i][half], sums[i][half]); });
   }
 
   // All of a block's softmax and its product with the values.
   __device__ __forceinline__ static void absorb_block(const Scores& scores, Outputs& out, RowStates& states, float scale,
-                                                      ValueTile values) {
-    if (!raise_maxima(scores, out, states, scale)) [[likely]]
-      add_weighted_values<false>(scores, out, states, scale, values);
+                                                      ValueTile values, const WarpPlace& place) {
+    if (!raise_maxima(scores, out, states, scale, place)) [[likely]]
+      add_weighted_values<false>(scores, out, states, scale, values, place);
     else
-      add_weighted_values<true>(scores, out, states, scale, values);
+      add_weighted_values<true>(scores, out, states, scale, values, place);
   }
 
   // Raises the maxima in the rows' states, replaces the scores by their weights and adds the weights to the states' sums.
   __device__ __forceinline__ static void softmax_step(Scores& scores, const Compensation& compensation, Outputs& out,
-                                                      RowStates& states, float scale) {
-    const bool has_large = raise_maxima(scores, out, states, scale);
+                                                      RowStates& states, float scale, const WarpPlace& place) {
+    const bool has_large = raise_maxima(scores, out, states, scale, place);
     for_each_row([&](int i, int half) __attribute__((always_inline)) {
       ScoreState& state = states[i][half];
       if (has_large && __any_sync(~0u, is_large_row(state))) [[unlikely]]
@@ -378,6 +539,31 @@ class ForwardSm80Kernel {
       });
       add_sum(state, sum);
     });
+  }
+
+  // Makes scores of a block's products (score modification, mask, visibility), and absorbs them.
+  template <class Block>
+  __device__ __forceinline__ static void absorb(const Head& head, const Work& work, const Band& band, const Block& here,
+                                                const MaskTile<kQueries, kKeys, kThreads>& mask_tile, bool masked,
+                                                Scores& scores, Compensation& compensation, Outputs& out, RowStates& states,
+                                                ValueTile values, const WarpPlace& place) {
+    if constexpr (kIsSimple) {
+      if (!here.whole) band.hide(scores, place.row, here.key);
+      absorb_block(scores, out, states, head.scale, values, place);
+    } else {
+      const int row = place.row;
+      const Visibility& visible = work.sequence.visible;
+      if (kHasOptions && head.score_mod.has_score_mod)
+        apply_score_mod<false>(scores, row, head.score_mod, here, visible, NoDerivative{}, &compensation);
+      const auto least = [&] { return least_max(states); };
+      if (masked)
+        mask_scores<false>(scores, row, head.mask.dtype, head.score_mod.lowest_score, mask_tile, least, &compensation);
+      renormalize(scores, compensation);
+      if (!here.whole) hide_scores<false>(scores, row, here, visible);
+      softmax_step(scores, compensation, out, states, head.scale, place);
+      if (kHasMask && head.dropout) drop_weights<false>(scores, row, head.dropout, here, [](float& x) { x = 0; });
+      multiply_accumulators(out, scores, values.from(place.key(), 0));
+    }
   }
 
   // Merges the results of the warps that share queries into those of the first warp, through shared memory not in use.
@@ -419,10 +605,16 @@ class ForwardSm80Kernel {
     }
   }
 
-  // Adds up the sums of a row's weights that the lanes of a quad have.
-  __device__ __forceinline__ static void join_sums(ScoreState& state) {
-    state.sum += __shfl_xor_sync(~0u, state.sum, 1);
-    state.sum += __shfl_xor_sync(~0u, state.sum, 2);
+  // Adds up the sums of the rows' weights that the lanes of a quad have, and warps that share columns.
+  __device__ __forceinline__ static void join_sums(RowStates& states, const WarpPlace& place) {
+    RowFloats sums;
+    for_each_row([&](int i, int half) __attribute__((always_inline)) {
+      float& sum = sums[i][half] = states[i][half].sum;
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+    });
+    if constexpr (kSharesColumns) place.exchange(sums, [](float mine, float other) { return mine + other; });
+    for_each_row([&](int i, int half) __attribute__((always_inline)) { states[i][half].sum = sums[i][half]; });
   }
 
   // Divides the outputs of row (i, half) by the sum of its weights and the sink's, and multiplies them by `scale`. Returns
@@ -431,12 +623,11 @@ class ForwardSm80Kernel {
                                                     Outputs& out, RowStates& states, int i, int half) {
     const AttentionProblem& problem = arguments.problem;
     ScoreState& state = states[i][half];
-    join_sums(state);
     const bool is_empty = state.sum == 0;
     const float factor = problem.sinks ? state.absorb(static_cast<const float*>(problem.sinks)[head] * kLog2E) : 1.0f;
     const float inverse = state.inverse_sum_or_zero(), last = factor * inverse * scale;
 #pragma unroll
-    for (int j = 0; j < kHeadDimV / 8; ++j)
+    for (int j = 0; j < kWarpColumns / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& x = out[i][j][2 * half + e];
@@ -488,6 +679,7 @@ class ForwardSm80Kernel {
     Rows queries;  // those of the CTA's tile
     int row;  // the warp's first in the tile
     int first_column, columns;  // of the values
+    int tile_column;  // first_column's, in a tile of the values
     __device__ __forceinline__ int row_of(int i, int half) const { return row + 16 * i + 8 * half + quad(); }
     __device__ __forceinline__ int64_t head_of(int i, int half) const { return head + rows.head_of(row_of(i, half)); }
     // The row's number in lse, or -1 for one past the tile.
@@ -503,7 +695,6 @@ class ForwardSm80Kernel {
                                                        int64_t kv_split, const Outputs& out, RowStates& states) {
     const KvSplits& kv_splits = arguments.kv_splits;
     for_each_row([&](int i, int half) __attribute__((always_inline)) {
-      join_sums(states[i][half]);
       const int64_t index = results.index_of(arguments.problem, i, half);
       if (index < 0) return;
       float* const to = kv_splits.partial(index, kv_split);
@@ -535,57 +726,68 @@ class ForwardSm80Kernel {
     const int rows = static_cast<int>(results.queries.count) * results.rows.heads;
     if constexpr (kCached)
       store_rows<Element>(
-          out, tile, 0, results.row,
+          out, tile, results.tile_column, results.row,
           [&](int r) { return to + results.rows.head_of(r) * head_stride + results.rows.query_of(r) * row_stride; },
           misalignment(to) == 0 && row_stride * sizeof(Element) % kVectorBytes == 0 &&
               head_stride * sizeof(Element) % kVectorBytes == 0,
           view.stride[3], rows, results.columns);
     else
-      store_rows<Element>(out, tile, 0, results.row, to, row_stride, view.stride[3], rows, results.columns);
+      store_rows<Element>(out, tile, results.tile_column, results.row, to, row_stride, view.stride[3], rows, results.columns);
   }
 
   // Calls step(copies), which moves `block` on, until there are no more blocks.
   template <class Step>
   __device__ __forceinline__ static void take_blocks(const ForwardSm80Arguments& arguments, const KeyRows& key_rows,
-                                                     const KeyRows& value_rows, const BlockRange& blocks, int keys, int& block,
-                                                     const Step& step) {
-    BlockCopies general(key_rows, value_rows, keys);
-    if constexpr (kHasWholeLoop) {
-      // A step of the loop of whole blocks copies the next block's keys.
-      const int whole_end =
-          WholeCopies::can_load(key_rows, value_rows) ? min(min(blocks.whole_end, blocks.end - 1), keys / kKeys - 1) : 0;
-      while (block < blocks.end) {
+                                                     const KeyRows& value_rows, const BlockRange& blocks, int keys,
+                                                     const KeyRange& seen, int& block, const Step& step) {
+    if constexpr (kHasVectors) {
+      VectorCopies<true> whole(arguments, key_rows, value_rows, keys);
+      VectorCopies<false> others(arguments, key_rows, value_rows, keys);
+      // A step copies the next block, if there is one: one that ends with the keys' last rows must not be copied as a whole.
+      const int whole_end = min(blocks.whole_end, blocks.end * kKeys <= keys ? blocks.end : blocks.end - 2);
+      // A warp whose rows see nothing of a block only copies.
+      constexpr std::true_type kSkips;
+      constexpr std::false_type kComputes;
+      const int begin = min(static_cast<int>(seen.begin / kKeys), blocks.end),
+                end = static_cast<int>((seen.end + kKeys - 1) / kKeys);
+#pragma unroll 1
+      while (block < begin) step(others, kSkips);
+      while (block < end) {
         if (block >= blocks.whole_begin && block < whole_end) {
-          WholeCopies copies(arguments, key_rows, value_rows, block * kKeys);
 #pragma unroll 1
-          while (block < whole_end) step(copies);
+          while (block < whole_end) step(whole, kComputes);
         } else {
-          const int stop = block < blocks.whole_begin ? min(blocks.whole_begin, blocks.end) : blocks.end;
+          const int stop = block < blocks.whole_begin ? min(blocks.whole_begin, end) : end;
 #pragma unroll 1
-          while (block < stop) step(general);
+          while (block < stop) step(others, kComputes);
         }
       }
+#pragma unroll 1
+      while (block < blocks.end) step(others, kSkips);
     } else {
-      while (block < blocks.end) step(general);
+      BlockCopies copies(key_rows, value_rows, keys);
+      while (block < blocks.end) step(copies, std::false_type{});
     }
   }
 
-  // Stores the results of a warp's rows from `row` on, once the warps that share them have merged theirs.
+  // Stores the results of a warp's rows, once the warps that share them have merged theirs.
   __device__ __forceinline__ static void finish(const ForwardSm80Arguments& arguments, const Work& work, char* shared, int warp,
-                                                int row, Outputs& out, RowStates& states) {
+                                                const WarpPlace& place, Outputs& out, RowStates& states) {
     if constexpr (kTile.key_warps > 1) {
       merge_key_warps(reinterpret_cast<float4*>(shared), warp, warp / kRowWarps, out, states);
       if (warp >= kRowWarps) return;
       sync_named(1, kRowWarps * kWarpSize);  // all have read what they merge
     }
-    const int first_column = static_cast<int>(work.value_panel) * kHeadDimV;
+    join_sums(states, place);
+    const int first_column = static_cast<int>(work.value_panel) * kHeadDimV + place.column();
     const ResultTile results{work.batch,
                              work.head,
                              work.rows,
                              {work.sequence.queries.begin + work.query, work.last_query - work.query},
-                             row,
+                             place.row,
                              first_column,
-                             min(static_cast<int>(arguments.problem.head_dim_v) - first_column, kHeadDimV)};
+                             min(static_cast<int>(arguments.problem.head_dim_v) - first_column, kWarpColumns),
+                             place.column()};
     if (kCached && work.kv_splits > 1)
       store_partial(arguments, results, work.kv_split, out, states);
     else
@@ -597,35 +799,23 @@ template <class Element, int kHeadDim, Variant kVariant, bool kCached>
 __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, kCached>::run(
     const ForwardSm80Arguments& arguments) {
   extern __shared__ __align__(16) char shared[];
-  const AttentionProblem& problem = arguments.problem;
-
   Work work;
   if (!find_work(arguments, work)) return;
   const auto& [batch, head, kv_split, kv_splits, value_panel, rows, sequence, query, last_query] = work;
   const int queries = static_cast<int>(sequence.queries.count), keys = static_cast<int>(sequence.keys.count);
 
-  // Shared memory holds queries, keys, values and the mask.
-  const QueryTile query_tile{reinterpret_cast<Digit*>(shared)}, key_tile{reinterpret_cast<Digit*>(shared + kQueryBytes)};
-  const ValueTile value_tile{reinterpret_cast<Digit*>(shared + kQueryBytes + kKeyBytes)};
-  MaskTile<kQueries, kKeys, kThreads> mask_tile(shared + kQueryBytes + kKeyBytes + kValueBytes);
+  // Shared memory holds queries, for each stage keys and values, and the mask, or the weights that warps exchange.
+  const QueryTile query_tile{reinterpret_cast<Digit*>(shared)};
+  MaskTile<kQueries, kKeys, kThreads> mask_tile(shared + kTileBytes);
 
-  const int key_head = static_cast<int>(head) / arguments.heads_per_key_head,
-            value_head = static_cast<int>(head) / arguments.heads_per_value_head;
-  const HeadRows<Element> query_rows(problem.query, batch, head, sequence.queries.begin, problem.head_dim);
-  const KeyRows key_rows = rows_of(problem, problem.key, batch, sequence.keys, key_head, problem.head_dim, 0, 0),
-                value_rows = rows_of(problem, problem.value, batch, sequence.keys, value_head, problem.head_dim_v,
-                                     value_panel * kHeadDimV, kKeys * kHeadDim);
-  const HeadMask mask(problem, batch, head);
-  auto score_mod = score_mod_of_head<Element>(arguments.score_mod, problem, batch, head);
-  if (kCached) score_mod.multiply(scale_of(problem.cache.key_scale, problem.cache.key_scale_stride, batch, key_head));
-  const Dropout dropout(problem, batch, head);
-  const float scale = kHasOptions ? score_mod.remaining_scale() : score_mod.scale;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize, key_warp = kTile.key_warps == 1 ? 0 : warp / kRowWarps,
-            own_keys = key_warp * kWarpKeys;  // the warp's first key in a step
-  const int row = (warp - key_warp * kRowWarps) * 16 * kRowTiles;  // the warp's first in the tile
-  const bool is_idle = kCached && row >= (last_query - query) * rows.heads;  // the warp loads for the others alone
+  const Head heads(arguments, work);
+  const KeyRows &key_rows = heads.key_rows, &value_rows = heads.value_rows;
+  const int warp = uniform(static_cast<int>(threadIdx.x) / kWarpSize);
+  const WarpPlace place = place_of(warp, shared + kTileBytes);
+  const bool is_idle = kCached && place.row >= (last_query - query) * rows.heads;  // the warp loads for the others alone
 
   const BlockRange blocks(work);
+  const Band band(sequence.visible, query, keys);
   auto key_blocks = key_blocks_of(arguments, work, blocks);
   bool mask_is_clear, next_mask_is_clear = false;
   int block = key_blocks.next(mask_is_clear);
@@ -633,61 +823,73 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   Outputs out;
   clear(out);
   RowStates states;
-  load_queries(arguments, query_tile, query_rows, work);
+  load_queries(arguments, query_tile, heads.query_rows, work);
   if constexpr (kCached) key_rows.locate(block * kKeys, blocks.keys), __syncthreads();
-  if (block < blocks.end) load<kKeys, kThreads>(key_tile, key_rows, block * kKeys, keys);
+  if (block < blocks.end) {
+    load_block<kKeyCopy>(Stage(shared, 0).keys, key_rows, block * kKeys, keys, arguments.key_step);
+    if (kStages > 1) load_block<kValueCopy>(Stage(shared, 0).values, value_rows, block * kKeys, keys, arguments.value_step);
+  }
   cp_async_commit();
 
+  int stage = 0;
   // Takes a block, and moves on to the next one.
-  const auto step = [&](auto& copies) __attribute__((always_inline)) {
+  const auto step = [&](auto& copies, auto skips) __attribute__((always_inline)) {
     using Copies = std::remove_reference_t<decltype(copies)>;
+    constexpr bool kSkips = decltype(skips)::value;
     const int key = block * kKeys;
-    const bool masked = kHasMask && mask.data && !mask_is_clear;
+    const bool masked = kHasMask && heads.mask.data && !mask_is_clear;
+    const Stage tiles(shared, stage), next_tiles(shared, kStages > 1 ? stage ^ 1 : 0);
     cp_async_wait();
     __syncthreads();  // the keys are there, and all have done with the values and the mask of the block before
-    copies.start_values(value_tile, key);
-    if (masked) mask_tile.load(mask, query, queries, key, keys);
-    if (!Copies::kAmongProducts) cp_async_commit();
+    int next = 0;
+    if constexpr (kStages > 1) {
+      next = key_blocks.next(next_mask_is_clear);
+      copies.start_next(next * kKeys, next < blocks.end);
+    } else {
+      copies.start_values(tiles.values, key);
+      if (masked) mask_tile.load(heads.mask, query, queries, key, keys);
+      if (!Copies::kAmongProducts) cp_async_commit();
+    }
 
     Scores scores;
     Compensation compensation;
     clear(scores);
+    const auto start_copies_at = [&](int at) {
+      if constexpr (kStages > 1)
+        copies.start_next_at(next_tiles, at);
+      else
+        copies.start_values_at(tiles.values, at);
+    };
     // Sums over a wide head dim lose several units in the last place to the tensor cores, and lse would show it.
-    if (!is_idle)
-      multiply_rows<GemmOptions{.rounded = (kHeadDim > 128)}>(scores, compensation, query_tile, row, key_tile.from(own_keys, 0),
-                                                              [&](int at) { copies.start_values_at(value_tile, at); });
-    const int next = key_blocks.next(next_mask_is_clear);
-    copies.finish_values(value_tile, key);
-    if constexpr (kCached) key_rows.locate(next * kKeys, blocks.keys);
-    if (Copies::kAmongProducts) cp_async_commit();
-    cp_async_wait();
-    __syncthreads();  // the values are there, and all have done with the keys
-    if (Copies::kWhole || next < blocks.end) copies.start_keys(key_tile, next * kKeys);
+    if constexpr (kSkips)
+#pragma unroll
+      for (int at = 0; at < kHeadDim / 16; ++at) start_copies_at(at);
+    else if (!is_idle)
+      multiply_rows<GemmOptions{.rounded = (kHeadDim > 128)}>(scores, compensation, query_tile, place.row,
+                                                              tiles.keys.from(place.key(), 0), start_copies_at);
+    if constexpr (kStages == 1) {
+      next = key_blocks.next(next_mask_is_clear);
+      copies.finish_values(tiles.values, key);
+      if constexpr (kCached) key_rows.locate(next * kKeys, blocks.keys);
+      if (Copies::kAmongProducts) cp_async_commit();
+      cp_async_wait();
+      __syncthreads();  // the values are there, and all have done with the keys
+      if (next < blocks.end) copies.start_keys(tiles.keys, next * kKeys);
+    }
     cp_async_commit();
 
-    if (!is_idle) {
-      const auto here = score_block({query, key + own_keys, queries, keys, Copies::kWhole || blocks.is_whole(block)}, rows);
-      if (kHasOptions && score_mod.has_score_mod)
-        apply_score_mod<false>(scores, row, score_mod, here, sequence.visible, NoDerivative{}, &compensation);
-      const auto least = [&] { return least_max(states); };
-      if (masked) mask_scores<false>(scores, row, mask.dtype, score_mod.lowest_score, mask_tile, least, &compensation);
-      renormalize(scores, compensation);
-      if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
-      if constexpr (kHasWholeLoop) {
-        absorb_block(scores, out, states, scale, value_tile);
-      } else {
-        softmax_step(scores, compensation, out, states, scale);
-        if (kHasMask && dropout) drop_weights<false>(scores, row, dropout, here, [](float& x) { x = 0; });
-        multiply_accumulators(out, scores, value_tile.from(own_keys, 0));
-      }
+    if (!kSkips && !is_idle) {
+      const auto here = score_block({query, key + place.key(), queries, keys, Copies::kWhole || blocks.is_whole(block)}, rows);
+      absorb(heads, work, band, here, mask_tile, masked, scores, compensation, out, states, tiles.values, place);
     }
-    if (Copies::kWhole || next < blocks.end) copies.finish_keys(key_tile, next * kKeys);
+    if (kStages == 1 && next < blocks.end) copies.finish_keys(tiles.keys, next * kKeys);
     block = next, mask_is_clear = next_mask_is_clear;
+    if (kStages > 1) stage ^= 1;
   };
-  take_blocks(arguments, key_rows, value_rows, blocks, keys, block, step);
+  take_blocks(arguments, key_rows, value_rows, blocks, keys, band.of_rows(place.row, last_query - query - 1), block, step);
   cp_async_wait();
   __syncthreads();  // the queries are there, if no key was, and have been read by all: the outputs take their place
-  finish(arguments, work, shared, warp, row, out, states);
+  finish(arguments, work, shared, warp, place, out, states);
 }
 
 template <class Element, int kHeadDim, Variant kVariant, bool kCached = false,
@@ -733,7 +935,7 @@ const char* AttentionForwardSm80<kHeadDim>::refusal(const ForwardPass& pass, con
   const char* reason = nullptr;
   visit_forward_sm80<kHeadDim>(
       pass.problem,
-      [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
+      [&]<class Element, Variant kVariant>(Type<Element>, VariantConstant<kVariant>) {
         if (ForwardSm80Kernel<Element, kHeadDim, kVariant>::shared_bytes(pass.problem) > gpu.shared_bytes)
           reason = "the GPU has too little shared memory for this head dim";
       },
@@ -751,10 +953,9 @@ void AttentionForwardSm80<kHeadDim>::run(const ForwardPass& pass, void* workspac
   MaskMap map = mask_map_of(pass.problem);
   if (map.count() > 0) map.data = static_cast<uint8_t*>(workspace);
   fill_mask_map(pass.problem, map, stream);
-  visit_forward_sm80<kHeadDim>(pass.problem,
-                               [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
-                                 launch_forward_sm80<Element, kHeadDim, kVariant>(pass.problem, map, stream);
-                               });
+  visit_forward_sm80<kHeadDim>(pass.problem, [&]<class Element, Variant kVariant>(Type<Element>, VariantConstant<kVariant>) {
+    launch_forward_sm80<Element, kHeadDim, kVariant>(pass.problem, map, stream);
+  });
 }
 
 }  // namespace flash_online::cuda

@@ -179,8 +179,8 @@ __device__ __forceinline__ void load_values(SharedTile<Element, kWidth> tile, co
     load<kRows, kThreads>(tile, from, row, rows);
 }
 
-// A thread's vectors of tiles of kCopy.rows rows, which are loaded one tile after another: every row exists, and is whole
-// vectors. A thread's vectors are a constant number of rows apart. Threads past a whole number of rows have none.
+// A thread's vectors of a tile of kCopy.rows rows, each of which starts at a multiple of 16 bytes and consists of whole
+// vectors. They are a constant number of rows apart. Threads past a whole number of rows have none.
 template <class Element, TileCopy kCopy>
 struct TileVectors {
   static constexpr int kPer = kPerVector<Element>, kAcross = kCopy.width / kPer;
@@ -190,23 +190,36 @@ struct TileVectors {
   using Tile = SharedTile<Element, kCopy.width>;
 
   const char* next;  // in global memory
+  int row, column;  // the thread's first vector in a tile
+  int count;  // of the thread's vectors that exist; the others become 0
 
   // Bytes from a vector of a thread to its next.
   static int64_t step(int64_t row_stride) { return kDown * row_stride * static_cast<int64_t>(sizeof(Element)); }
-  __device__ __forceinline__ static int row() { return static_cast<int>(threadIdx.x) / kAcross; }
-  __device__ __forceinline__ static int column() { return static_cast<int>(threadIdx.x) % kAcross * kPer; }
+  __device__ __forceinline__ static bool can_load(const HeadRows<Element>& from) {
+    return from.vectors && from.columns % kPer == 0;
+  }
 
-  __device__ __forceinline__ TileVectors(const HeadRows<Element>& from, int first_row)
-      : next(reinterpret_cast<const char*>(from.data + (first_row + row()) * from.row_stride + column())) {}
+  // Those of the kCopy.rows rows from `first_row` on, all of which exist.
+  __device__ __forceinline__ TileVectors(const HeadRows<Element>& from, int first_row, unsigned thread = threadIdx.x)
+      : next(reinterpret_cast<const char*>(from.data + first_row * from.row_stride + thread / kAcross * from.row_stride +
+                                           thread % kAcross * kPer)),
+        row(static_cast<int>(thread / kAcross)),
+        column(static_cast<int>(thread % kAcross * kPer)),
+        count(column < from.columns ? kCount : 0) {}
+  // Those of them before the row `rows`.
+  __device__ __forceinline__ TileVectors(const HeadRows<Element>& from, int first_row, int rows, unsigned thread)
+      : TileVectors(from, first_row, thread) {
+    if (rows - first_row < kCopy.rows) count = min(count, (rows - first_row - row + kDown - 1) / kDown);
+  }
 
-  // Starts the thread's copies number `begin` to `end` of the next tile. Columns from `columns` on become 0.
-  __device__ __forceinline__ void load(Tile tile, int64_t step, int columns, int begin, int end) {
+  // Starts the thread's copies number `begin` to `end` to a tile.
+  __device__ __forceinline__ void load(Tile tile, int64_t step, int begin = 0, int end = kCount) {
     static_assert(Fragments<Element>::kDigits == 1);
     constexpr int kPitch = kDown * Tile::kPitch * static_cast<int>(sizeof(Element));
-    if (kDown * kAcross < kCopy.threads && row() >= kDown) return;
-    const unsigned to = tile.address(row(), column()), wanted = column() < columns;
+    if (kDown * kAcross < kCopy.threads && row >= kDown) return;
+    const unsigned to = tile.address(row, column);
 #pragma unroll
-    for (int n = begin; n < min(end, int{kCount}); ++n, next += step) cp_async_if(wanted, to + n * kPitch, next);
+    for (int n = begin; n < min(end, int{kCount}); ++n, next += step) cp_async_if(n < count, to + n * kPitch, next);
   }
 };
 

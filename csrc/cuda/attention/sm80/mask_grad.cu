@@ -487,8 +487,7 @@ void mask_gradient(const AttentionProblem& problem, const AttentionGradients& gr
   const auto run = [&]<class Element>(Type<Element>) {
     // A CTA takes as many tiles as leave 16 CTAs per SM; one, if shared memory has no room for two buffers of the mask.
     constexpr int64_t kMostTiles = 16;
-    const bool room =
-        MaskGradSm80Kernel<Element>::kBytes + 2 * mask_bytes <= device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+    const bool room = MaskGradSm80Kernel<Element>::kBytes + 2 * mask_bytes <= shared_bytes_per_cta();
     const int64_t spare = tiles / (16 * int64_t{sm_count()}),
                   columns = room ? std::clamp<int64_t>(std::min<int64_t>(spare, column_tiles), 1, kMostTiles) : 1,
                   column_blocks = (column_tiles + columns - 1) / columns;

@@ -15,19 +15,20 @@ namespace flash_online::cuda {
 template <class T>
 void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   using device_on_host::Cta;
-  float left[16][16], right[8][16];
-  const auto spread = [](unsigned low, unsigned high, auto&& f) {
-    const uint64_t* const all = Cta::exchange(Cta::kMatrix, low | uint64_t{high} << 32);
-    for (int lane = 0; lane < device_on_host::kLanes; ++lane)
-      for (int n = 0; n < 4; ++n)
-        f(n / 2, lane / 4, 2 * (lane % 4) + n % 2) = widen(__builtin_bit_cast(T, static_cast<uint16_t>(all[lane] >> 16 * n)));
+  const Cta::Operands* const all =
+      Cta::exchange({a[0] | uint64_t{a[1]} << 32, a[2] | uint64_t{a[3]} << 32, b0 | uint64_t{b1} << 32});
+  const auto element = [&](int lane, int operand, int n) {
+    return widen(__builtin_bit_cast(T, static_cast<uint16_t>(all[lane][static_cast<size_t>(operand)] >> 16 * n)));
   };
-  for (int half = 0; half < 2; ++half)
-    spread(a[2 * half], a[2 * half + 1],
-           [&](int word, int row, int k) -> float& { return left[row + 8 * word][k + 8 * half]; });
-  spread(b0, b1, [&](int word, int column, int k) -> float& { return right[column][k + 8 * word]; });
+  const int row = Cta::lane() / 4, column = 2 * (Cta::lane() % 4);
+  float left[2][16], right[2][16];
+  for (int n = 0; n < 2; ++n)
+    for (int k = 0; k < 16; ++k) {
+      left[n][k] = element(4 * row + k % 8 / 2, k / 8, 2 * n + k % 2);
+      right[n][k] = element(4 * (column + n) + k % 8 / 2, 2, k / 8 * 2 + k % 2);
+    }
   for (int e = 0; e < 4; ++e)
-    for (int k = 0; k < 16; ++k) d[e] += left[Cta::lane() / 4 + e / 2 * 8][k] * right[2 * (Cta::lane() % 4) + e % 2][k];
+    for (int k = 0; k < 16; ++k) d[e] += left[e / 2][k] * right[e % 2][k];
 }
 
 inline void mma_16x8x16_rounded(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {

@@ -1,10 +1,9 @@
-// csrc/cuda/hw/named_barrier.cuh on the host, where only whole CTAs wait for one another.
+// csrc/cuda/hw/named_barrier.cuh on the host.
 #pragma once
-
-#include <stdexcept>
 
 namespace flash_online::cuda {
 
-inline void sync_named(int, int) { throw std::logic_error("sync_named"); }
+inline void sync_named(int barrier, int threads) { device_on_host::Cta::wait(barrier, threads, false); }
+inline bool any_named(int barrier, int threads, bool value) { return device_on_host::Cta::wait(barrier, threads, value); }
 
 }  // namespace flash_online::cuda
