@@ -109,16 +109,18 @@ struct OnlineSoftmax {
   // rescaling the output row. Weights stay below exp(threshold). The algebra holds for any reference; the largest score is
   // needed only to avoid overflow.
   template <class Threshold>
-  FLASH_ONLINE_HD bool exceeds(Threshold threshold, Max block_max) const {
-    return block_max > max + threshold;
-  }
-  template <class Threshold>
   FLASH_ONLINE_HD T raise_max_lazily(Threshold threshold, Max block_max) {
     const Max old = max;
-    if (exceeds(threshold, block_max)) max = block_max;
+    max = block_max > old + threshold ? block_max : old;
     const T factor = rescale(old, max);
     sum *= factor;
     return factor;
+  }
+
+  // Whether raise_max_lazily would raise the maximum.
+  template <class Threshold>
+  FLASH_ONLINE_HD bool exceeds(Threshold threshold, Max block_max) const {
+    return block_max > max + threshold;
   }
 
   // Step 2 of absorbing a block: adds the block's sum of weight(score), computed after raise_max().
