@@ -1,9 +1,11 @@
-"""Which devices tests can run on here."""
+"""Which devices tests can run on here, and what these have room for."""
 
 from __future__ import annotations
 
 import functools
+import os
 
+import pytest
 import torch
 
 from flash_online._info import build_info
@@ -17,3 +19,14 @@ def why_no_cuda() -> str | None:
     if torch.cuda.get_device_capability() < (8, 0):
         return f"the GPU's compute capability is {torch.cuda.get_device_capability()}, below (8, 0)"
     return None if build_info()["architectures"] else "this build has no CUDA kernels"
+
+
+def skip_without_room(device: str, dtype: torch.dtype, *head_dims: int) -> None:
+    """Skips a test of gradients at head dims for which the GPU's shared memory has no room (docs/troubleshooting.md)."""
+    if device == "cpu" or dtype == torch.float64:
+        return
+    kibibytes = torch.cuda.get_device_properties("cuda").shared_memory_per_block_optin >> 10
+    kibibytes = min(kibibytes, int(os.environ.get("FLASH_ONLINE_SHARED_MEMORY", kibibytes)))
+    most = (512, 512) if kibibytes >= 227 else (512, 256) if kibibytes >= 163 else (256, 192)  # 16 bits, float32
+    if max(head_dims) > most[dtype == torch.float32]:
+        pytest.skip(f"{kibibytes} KiB of shared memory: {dtype} has gradients up to head dim {most[dtype == torch.float32]}")

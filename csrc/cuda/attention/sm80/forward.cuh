@@ -43,6 +43,8 @@ template <class Element, int kHeadDim, Variant kVariant, bool kCached = false>
 class ForwardSm80Kernel {
  public:
   static constexpr bool kHasOptions = has_options(kVariant), kHasMask = kHasOptions && !kCached;
+  // 16-bit elements without options: scores change by visibility alone, and weights are made during the product with the
+  // values.
   static constexpr bool kIsSimple = !kHasOptions && !kCached && Fragments<Element>::kDigits == 1;
   static constexpr bool kHasVectors = kIsSimple && kVariant != Variant::kAnyRows;  // rows consist of whole vectors
   static constexpr ForwardSm80Tile kTile = forward_sm80_tile(kDigitsBytes<Element>, kHeadDim, kVariant);
@@ -111,8 +113,8 @@ class ForwardSm80Kernel {
     int query, last_query;
   };
 
-  // The copies of blocks to shared memory. A step starts those of its values and, once the keys have been used, those of the
-  // next block's keys; floats wait in registers until they are finished.
+  // The copies of blocks to shared memory. With one stage, a step starts those of its values and, once the keys have been used,
+  // those of the next block's keys; with two, all of the next block. Floats wait in registers until they are finished.
   struct BlockCopies {
     const KeyRows &key_rows, &value_rows;
     int all;  // keys
@@ -128,7 +130,7 @@ class ForwardSm80Kernel {
     __device__ __forceinline__ void finish_values(ValueTile tile, int key) { values.finish(tile, value_rows, key, all); }
     __device__ __forceinline__ void start_keys(QueryTile tile, int key) { keys.start(tile, key_rows, key, all); }
     __device__ __forceinline__ void finish_keys(QueryTile tile, int key) { keys.finish(tile, key_rows, key, all); }
-    // The next block's keys and values, where there are two stages.
+    // With two stages: the next block, whose keys and values start_next_at copies at each step of the product.
     __device__ __forceinline__ void start_next(int key, bool exists) { next_key = exists ? key : -1; }
     __device__ __forceinline__ void start_next_at(const Stage& tiles, int step) {
       if (step > 0 || next_key < 0) return;
@@ -137,8 +139,8 @@ class ForwardSm80Kernel {
     }
   };
   // The same for rows that consist of whole vectors. All addresses are made anew from the number of the thread: what was kept
-  // from block to block would take the registers of fragments. kWhole: each block is one that all
-  // queries see whole, and so is the next one or all of its rows exist.
+  // from block to block would take the registers of fragments. kIsWhole: all queries see all keys of each block that is taken,
+  // and all rows of the next one exist.
   template <bool kIsWhole>
   struct VectorCopies {
     using KeyVectors = TileVectors<Element, kKeyCopy>;
@@ -176,7 +178,7 @@ class ForwardSm80Kernel {
       vectors<KeyVectors>(key_rows, key).load(tile, arguments.key_step);
     }
     __device__ __forceinline__ void finish_keys(QueryTile, int) {}
-    // The next block's keys and values, where there are two stages. One that does not exist becomes 0.
+    // A next block that does not exist becomes 0.
     __device__ __forceinline__ void start_next(int key, bool exists) {
       keys = vectors<KeyVectors>(key_rows, key);
       values = vectors<ValueVectors>(value_rows, key);
@@ -832,7 +834,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   cp_async_commit();
 
   int stage = 0;
-  // Takes a block, and moves on to the next one.
+  // Takes a block, and moves on to the next one. `skips`: the warp's rows see nothing of it.
   const auto step = [&](auto& copies, auto skips) __attribute__((always_inline)) {
     using Copies = std::remove_reference_t<decltype(copies)>;
     constexpr bool kSkips = decltype(skips)::value;
@@ -840,7 +842,8 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
     const bool masked = kHasMask && heads.mask.data && !mask_is_clear;
     const Stage tiles(shared, stage), next_tiles(shared, kStages > 1 ? stage ^ 1 : 0);
     cp_async_wait();
-    __syncthreads();  // the keys are there, and all have done with the values and the mask of the block before
+    // The keys are there, with two stages the values too, and all have done with the values and the mask of the block before.
+    __syncthreads();
     int next = 0;
     if constexpr (kStages > 1) {
       next = key_blocks.next(next_mask_is_clear);
