@@ -11,7 +11,7 @@ enum class Variant : signed char {
   kPlain,
   kPlain163,
   kPlain99,
-  kAnyRows,     // kPlain's tiles for other rows of 16-bit elements forward
+  kAnyRows,     // of 16-bit elements forward: other rows, in kPlain163's tiles, or where there are none, kPlain's
   kAllOptions,  // also softcap, ALiBi, masks, dropout and any scale
   kSmallTile,   // all options, where kAllOptions takes more shared memory than the GPU has
 };
@@ -324,7 +324,11 @@ constexpr const Tile* find_tile(const Tile (&tiles)[kCount], int bytes, int head
 }
 
 constexpr const ForwardSm80Tile* find_forward_sm80_tile(int bytes, int head_dim, Variant variant) {
-  if (variant == Variant::kAnyRows) return bytes == 2 ? find_tile(kForwardSm80Tiles, bytes, head_dim, kPlain) : nullptr;
+  if (variant == Variant::kAnyRows) {
+    if (bytes != 2) return nullptr;
+    const ForwardSm80Tile* const smaller = find_tile(kForwardSm80Tiles, bytes, head_dim, kPlain163);
+    return smaller ? smaller : find_tile(kForwardSm80Tiles, bytes, head_dim, kPlain);
+  }
   return find_tile(kForwardSm80Tiles, bytes, head_dim, variant);
 }
 
