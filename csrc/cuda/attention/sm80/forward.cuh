@@ -47,6 +47,9 @@ class ForwardSm80Kernel {
   // values.
   static constexpr bool kIsSimple = !kHasOptions && !kCached && Fragments<Element>::kDigits == 1;
   static constexpr bool kHasVectors = kIsSimple && kVariant != Variant::kAnyRows;  // rows consist of whole vectors
+  // Whether warps only copy blocks of which they see nothing. In the kernel that does not, the compiler would spill in every
+  // block of the other loops.
+  static constexpr bool kSkipsBlocks = kVariant != Variant::kPlain163 || kHeadDim != 128;
   static constexpr ForwardSm80Tile kTile = forward_sm80_tile(kDigitsBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kHeadDimV = kTile.head_dim_v, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
@@ -747,8 +750,7 @@ class ForwardSm80Kernel {
       VectorCopies<false> others(arguments, key_rows, value_rows, keys);
       // A step copies the next block, if there is one: one that ends with the keys' last rows must not be copied as a whole.
       const int whole_end = min(blocks.whole_end, blocks.end * kKeys <= keys ? blocks.end : blocks.end - 2);
-      // A warp whose rows see nothing of a block only copies.
-      constexpr std::true_type kSkips;
+      constexpr std::bool_constant<kSkipsBlocks> kSkips;
       constexpr std::false_type kComputes;
       const int begin = min(static_cast<int>(seen.begin / kKeys), blocks.end),
                 end = static_cast<int>((seen.end + kKeys - 1) / kKeys);
