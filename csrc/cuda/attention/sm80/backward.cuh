@@ -295,7 +295,7 @@ class BackwardSm80Kernel {
     const HeadRows<Element> query_rows, grad_out_rows;
     const int64_t first_block;  // of the workspace's blocks of rows
     const float *const row_stats, *const delta_low;
-    float* const dq_accum;  // the warp's part of dQ
+    float* const dq_accum;  // the warp's first tile of 16 x 8 (dq_accum.cuh)
     const HeadMask mask;
     const HeadScoreMod<Element> score_mod;
     const Dropout dropout;
@@ -526,14 +526,16 @@ class BackwardSm80Kernel {
     Compensation score_compensation, grad_compensation;
     if constexpr (kSplits) {
       multiply_in_pairs(scores, grads, stage);
-    } else if (has_scores) {
+    } else {
       clear(scores);
       clear(grads);
-      // With the bits of the forward pass: the weight of the only key that a query sees is then 1, whatever rounding left of
-      // its score, softcap and ALiBi.
-      multiply_rows<GemmOptions{.transposed = true}>(scores, score_compensation, key_tile, score_row,
-                                                     query_tile(stage).from(score_query, 0));
-      multiply_rows(grads, grad_compensation, value_tile, score_row, grad_out_tile(stage).from(score_query, 0));
+      if (has_scores) {
+        // With the bits of the forward pass: the weight of the only key that a query sees is then 1, whatever rounding left of
+        // its score, softcap and ALiBi.
+        multiply_rows<GemmOptions{.transposed = true}>(scores, score_compensation, key_tile, score_row,
+                                                       query_tile(stage).from(score_query, 0));
+        multiply_rows(grads, grad_compensation, value_tile, score_row, grad_out_tile(stage).from(score_query, 0));
+      }
     }
     after_products();
     if (has_scores) {
@@ -595,7 +597,7 @@ class BackwardSm80Kernel {
     }
   }
 
-  // dQ += dS K of the queries from `query` on. kWhole: a block that is whole.
+  // dQ += dS K of the queries from `query` on. kWhole: a step of the loop of whole blocks, which never writes dQ directly.
   template <bool kWhole>
   __device__ __forceinline__ void accumulate_dq(const Head& head, int query) const {
     Accumulator<kDqRows, kDqWidth / 8> grad_query;
