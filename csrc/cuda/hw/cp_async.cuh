@@ -29,6 +29,14 @@ __device__ __forceinline__ void cp_async_if(unsigned wanted, unsigned shared, co
       "l"(global), "r"(wanted)
       : "memory");
 }
+// The same where `active` is not 0; nothing otherwise. A branch around the copy would make its address conditional too.
+__device__ __forceinline__ void cp_async_if(unsigned active, unsigned wanted, unsigned shared, const void* global) {
+  asm volatile(
+      "{.reg .pred active, ignored; setp.ne.u32 active, %3, 0; setp.eq.u32 ignored, %2, 0;\n"
+      "@active cp.async.cg.shared.global [%0], [%1], 16, ignored;}" ::"r"(shared),
+      "l"(global), "r"(wanted), "r"(active)
+      : "memory");
+}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Lets this thread arrive at an mbarrier, one of the arrivals that it counts, once all copies that it has started are there.
 __device__ __forceinline__ void cp_async_arrive(uint64_t* barrier) {

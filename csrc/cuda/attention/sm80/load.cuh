@@ -216,10 +216,13 @@ struct TileVectors {
   __device__ __forceinline__ void load(Tile tile, int64_t step, int begin = 0, int end = kCount) {
     static_assert(Fragments<Element>::kDigits == 1);
     constexpr int kPitch = kDown * Tile::kPitch * static_cast<int>(sizeof(Element));
-    if (kDown * kAcross < kCopy.threads && row >= kDown) return;
     const unsigned to = tile.address(row, column);
 #pragma unroll
-    for (int n = begin; n < min(end, int{kCount}); ++n, next += step) cp_async_if(n < count, to + n * kPitch, next);
+    for (int n = begin; n < min(end, int{kCount}); ++n, next += step)
+      if constexpr (kDown * kAcross < kCopy.threads)
+        cp_async_if(row < kDown, n < count, to + n * kPitch, next);
+      else
+        cp_async_if(n < count, to + n * kPitch, next);
   }
 };
 

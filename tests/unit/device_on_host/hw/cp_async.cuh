@@ -30,6 +30,9 @@ inline void start_copy(unsigned shared, const void* global, int bytes) {
 inline void cp_async(uint4* shared, const void* global, int bytes) { start_copy(shared_address(shared), global, bytes); }
 inline void cp_async(uint4* shared, const void* global) { cp_async(shared, global, 16); }
 inline void cp_async_if(unsigned wanted, unsigned shared, const void* global) { start_copy(shared, global, wanted ? 16 : 0); }
+inline void cp_async_if(unsigned active, unsigned wanted, unsigned shared, const void* global) {
+  if (active) cp_async_if(wanted, shared, global);
+}
 inline void cp_async_commit() {
   PendingCopies& mine = pending_copies[device_on_host::Cta::thread()];
   mine.committed.insert(mine.committed.end(), mine.started.begin(), mine.started.end());
