@@ -11,7 +11,7 @@ enum class Variant : signed char {
   kPlain,
   kPlain163,
   kPlain99,
-  kAnyRows,     // of 16-bit elements forward: other rows, in kPlain163's tiles, or where there are none, kPlain's
+  kAnyRows,     // of 16-bit elements forward: other rows, in tiles with one stage where there are some
   kAllOptions,  // also softcap, ALiBi, masks, dropout and any scale
   kSmallTile,   // all options, where kAllOptions takes more shared memory than the GPU has
 };
@@ -326,8 +326,12 @@ constexpr const Tile* find_tile(const Tile (&tiles)[kCount], int bytes, int head
 constexpr const ForwardSm80Tile* find_forward_sm80_tile(int bytes, int head_dim, Variant variant) {
   if (variant == Variant::kAnyRows) {
     if (bytes != 2) return nullptr;
-    const ForwardSm80Tile* const smaller = find_tile(kForwardSm80Tiles, bytes, head_dim, kPlain163);
-    return smaller ? smaller : find_tile(kForwardSm80Tiles, bytes, head_dim, kPlain);
+    const ForwardSm80Tile* const plain = find_tile(kForwardSm80Tiles, bytes, head_dim, kPlain);
+    for (const Variant variant : {kPlain163, kPlain99})  // in blocks of as many keys, or the bits would differ
+      if (const ForwardSm80Tile* const tile = find_tile(kForwardSm80Tiles, bytes, head_dim, variant);
+          tile && plain && tile->keys == plain->keys)
+        return tile;
+    return plain;
   }
   return find_tile(kForwardSm80Tiles, bytes, head_dim, variant);
 }
