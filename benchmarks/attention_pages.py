@@ -167,11 +167,11 @@ def general_means(record: dict) -> list[str]:
         if any(of_one.values()):
             means = [times(geometric_mean(of_one[d])) if of_one[d] else "-" for d in DIRECTIONS]
             rows.append([name, " / ".join(str(len(of_one[d])) for d in DIRECTIONS), *means])
-    behind = sorted((x, r["kind"], r["case"], r["dtype"], d) for r, d, x in ratios if x < 1)
+    slower = sorted((x, r["kind"], r["case"], r["dtype"], d) for r, d, x in ratios if x < 1)
     lines = [*table(["x FlashAttention-2, geometric means", "cells", *DIRECTIONS], rows), ""] if rows else []
-    lines.append(f"{len(behind)} of {len(ratios)} ratios are below 1{':' if behind else '.'}")
-    if behind:
-        below = [[f"{kind}: {case}, {dtype}", direction, f"{x:.3f}"] for x, kind, case, dtype, direction in behind]
+    lines.append(f"{len(slower)} of {len(ratios)} ratios are below 1{':' if slower else '.'}")
+    if slower:
+        below = [[f"{kind}: {case}, {dtype}", direction, f"{x:.3f}"] for x, kind, case, dtype, direction in slower]
         lines += ["", *table(["below 1", "", "x FlashAttention-2"], below)]
     return lines
 

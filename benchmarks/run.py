@@ -81,7 +81,7 @@ def run_attention(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         print("\n".join(f"{c.family:9} {c.kind:26} {c.label}, {str(c.dtype)[6:]}" for c in cells))
         return 0
     device, name = gpu_unless_quick(parser, options), "attention"
-    if options.kernel:  # a record per GPU, so that they stand side by side
+    if options.kernel:  # a record per GPU: one must not replace another
         name = f"{name}_{options.kernel}_{machine.in_a_file_name(machine.device_name(device))}"
     path = out_of(parser, options, name, len(cells))
     return attention.run(cells, device, facts_of(options, device), path, options.providers)

@@ -725,7 +725,7 @@ def test_the_benchmarks_own_kernels_are_right(modules, name):
 
 
 def test_the_cells_of_the_general_kernels(modules):
-    """Each is timed beside FlashAttention-2 alone, or as calls of torch's function."""
+    """Each is compared with FlashAttention-2 alone, or as calls of torch's function."""
     cells, peers = modules["attention.measure"].chosen(None, None, False, "sm80"), modules["attention.peers"]
     assert len({(cell.family, cell.kind, cell.label, cell.dtype) for cell in cells}) == len(cells)
     plain = [cell for cell in cells if cell.family == "plain"]

@@ -10,24 +10,13 @@
 #include "cuda/attention/sm90/forward/tile_scheduler.cuh"
 #include "cuda/attention/sm90/forward/varlen_tile_scheduler.cuh"
 #include "cuda/attention/sm90/tile_cuts.h"
+#include "guarded.h"
 
 using namespace flash_online;
 using namespace flash_online::cuda;
 using device_on_host::kLanes;
 
 namespace {
-
-std::string error;
-
-template <class F>
-int64_t guarded(F&& f) {
-  try {
-    return f();
-  } catch (const std::exception& thrown) {
-    error = thrown.what();
-    return -1;
-  }
-}
 
 class Rows4 {
  public:
@@ -68,8 +57,6 @@ void run_ctas(int ctas, unsigned seed, F&& next) {
 }  // namespace
 
 extern "C" {
-
-const char* last_error() { return error.c_str(); }
 
 // (row tiles, those that are even, heads per section, the last section) of the schedule of a dense problem.
 int64_t dense_schedule(int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t head_dim, int64_t left,

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda_on_host.h"
+#include "guarded.h"
 
 namespace flash_online::cuda {
 alignas(128) thread_local char shared[device_on_host::kSharedBytes];  // the kernels' `extern __shared__`
@@ -13,27 +14,13 @@ alignas(128) thread_local char shared[device_on_host::kSharedBytes];  // the ker
 #include "core/problem.h"
 #include "cuda/attention/sm80/tiles.h"
 
-inline std::string error;
-
 // PLAIN, ALL_OPTIONS or SMALL_TILE of tests/kernels_on_host.py.
 constexpr int kind_of(flash_online::cuda::Variant variant) {
   return variant == flash_online::cuda::kSmall ? 2 : variant == flash_online::cuda::kAll ? 1 : 0;
 }
 
-// What f() returns, or -1 after an error.
-template <class F>
-int guarded(F&& f) {
-  try {
-    return f();
-  } catch (const std::exception& thrown) {
-    error = thrown.what();
-    return -1;
-  }
-}
-
 extern "C" {
 
-const char* last_error() { return error.c_str(); }
 int64_t size_of_problem() { return sizeof(flash_online::AttentionProblem); }
 void set_shared_bytes(int bytes) { device_on_host::room = bytes; }
 }
