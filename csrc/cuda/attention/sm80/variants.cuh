@@ -28,6 +28,10 @@ using VariantConstant = std::integral_constant<Variant, kVariant>;
 // kHasTile(bytes per element, head dim, variant) says whether it exists.
 template <template <class, int, Variant> class Kernel, auto kHasTile, int kHeadDim, class F>
 void visit_sm80(const AttentionProblem& problem, F&& f, int room = shared_bytes_per_cta()) {
+  // A mask counts with all of its rows even if it is broadcast along the queries: else the variant, and so the bits of a row,
+  // would depend on how a sequence is cut into calls.
+  AttentionProblem with_rows = problem;
+  if (problem.mask.data && problem.mask.stride[2] == 0) with_rows.mask.stride[2] = 1;
   const auto visit = [&]<class Element>(Type<Element> element) {
     constexpr auto kHas = [](Variant variant) { return kHasTile(kDigitsBytes<Element>, kHeadDim, variant); };
     // Calls f if the variant exists and fits into shared memory, with all of its CTAs per SM if `all_ctas`.
@@ -49,10 +53,10 @@ void visit_sm80(const AttentionProblem& problem, F&& f, int room = shared_bytes_
       }
     }
     if constexpr (kHas(kSmall))
-      if (Kernel<Element, kHeadDim, kAll>::shared_bytes(problem) > room) return f(element, VariantConstant<kSmall>{}), true;
+      if (Kernel<Element, kHeadDim, kAll>::shared_bytes(with_rows) > room) return f(element, VariantConstant<kSmall>{}), true;
     constexpr bool kLast = !std::is_same_v<Element, Bf16x2Float>;  // floats in two digits may yet fit as float's small tile
     if constexpr (kHas(kAll))
-      if (kLast || Kernel<Element, kHeadDim, kAll>::shared_bytes(problem) <= room)
+      if (kLast || Kernel<Element, kHeadDim, kAll>::shared_bytes(with_rows) <= room)
         return f(element, VariantConstant<kAll>{}), true;
     return false;
   };
