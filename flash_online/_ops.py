@@ -268,6 +268,31 @@ def _attention_inference_vmap(info, in_dims, query, key, value, *options):
 _register("attention_inference", _attention_inference_fake, _attention_inference_vmap, _attention_forward_flops)
 
 
+def _attention_inference_with_options_fake(
+    query, key, value, mask, alibi_slopes, sinks, window_left, window_right, lower_right, scale, softcap, tf32=False
+):
+    return _attention_inference_fake(query, key, value, False, scale), _accumulator(query, query.shape[:-1])
+
+
+def _attention_inference_with_options_vmap(info, in_dims, query, key, value, mask, alibi_slopes, sinks, *options):
+    operator = ops.attention_inference_with_options.default
+    query_dim, key_dim, value_dim, mask_dim, slopes_dim, sinks_dim, *_ = in_dims
+    if sinks_dim is not None:  # sinks have no batch dimension
+        return _one_by_one(operator, info, in_dims, (query, key, value, mask, alibi_slopes, sinks, *options))
+    size = info.batch_size
+    front = (_front(tensor, dim, size) for tensor, dim in ((query, query_dim), (key, key_dim), (value, value_dim)))
+    mask, alibi_slopes = _front(mask, mask_dim, size, expand=False), _front(alibi_slopes, slopes_dim, size)
+    return operator(*front, mask, alibi_slopes, sinks, *options), (0, 0)
+
+
+_register(
+    "attention_inference_with_options",
+    _attention_inference_with_options_fake,
+    _attention_inference_with_options_vmap,
+    _attention_forward_flops,
+)
+
+
 def _attention_training_fake(query, key, value, causal, scale, tf32=False):
     batch, *rest, _ = query.shape
     return _attention_inference_fake(query, key, value, causal, scale, tf32), _accumulator(query, [2 * batch, *rest])

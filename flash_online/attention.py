@@ -161,6 +161,7 @@ def attention(
 # | _run_inference      | plain (try_fast_path)      | causal, scale         | none                                   |
 # | _lean_attention     | plain (try_fast_path)      | causal, scale         | autograd, outside torch.func           |
 # | attention_inference | canonicalized              | causal, scale         | none, or the dispatcher's              |
+# | ..._with_options    | canonicalized              | all but dropout       | none, or the dispatcher's              |
 # | _attention          | canonicalized              | all                   | all                                    |
 
 
@@ -222,6 +223,7 @@ def _train(query, key, value, options):
 
 _is_deterministic = torch.are_deterministic_algorithms_enabled
 _run_inference, _run_training = below_autograd(ops.attention_inference), below_autograd(ops.attention_training)
+_run_inference_with_options = below_autograd(ops.attention_inference_with_options)
 _run_training_backward = below_autograd(ops.attention_training_backward)
 
 
@@ -250,21 +252,28 @@ def attention_impl(
     left, right = window_bounds(window)
     tf32 = tf32_for(query)
     scale = operator_scale(query, scale)
-    plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None) and operator is None
-    if plain and deterministic is None and not (lower_right or softcap or dropout_p or return_lse):
+    alibi_slopes = None if alibi_slopes is None else alibi_slopes.to(accumulator)
+    sinks = None if sinks is None else sinks.to(accumulator).contiguous()
+    if operator is None and deterministic is None and not dropout_p:
         # A trace by torch.jit is compared with one of inputs that require no gradient.
-        if _policy.traced_by_jit() is not None or not requires_grad((query, key, value)):
-            arguments = (query, key, value, causal, scale, tf32)
+        if _policy.traced_by_jit() is not None or not requires_grad((query, key, value, mask, sinks)):
+            options = (mask, alibi_slopes, sinks, left, 0 if causal else right, lower_right, scale, float(softcap), tf32)
+            plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None)
+            if plain and not (lower_right or softcap or return_lse):
+                arguments = (query, key, value, causal, scale, tf32)
+                if dispatches():
+                    return dispatch(ops.attention_inference.default, *arguments), None
+                return _run_inference(*arguments), None
             if dispatches():
-                return dispatch(ops.attention_inference.default, *arguments), None
-            return _run_inference(*arguments), None
+                return dispatch(ops.attention_inference_with_options.default, query, key, value, *options)
+            return _run_inference_with_options(query, key, value, *options)
     out, lse, _ = (operator or _attention)(
         query,
         key,
         value,
         mask,
-        None if alibi_slopes is None else alibi_slopes.to(accumulator),
-        None if sinks is None else sinks.to(accumulator).contiguous(),
+        alibi_slopes,
+        sinks,
         draw_rng(dropout_p, query.device) if rng is None else rng,
         AttentionOptions(
             left, 0 if causal else right, lower_right, scale, float(softcap), float(dropout_p), tf32, deterministic
@@ -464,6 +473,15 @@ _attention_backward = differentiable(_AttentionBackward)
 def _inference(query, key, value, causal, scale, tf32):
     out, _ = ops.attention_training.default(query, key, value, causal, scale, tf32)
     return out
+
+
+@composite(ops.attention_inference_with_options)
+def _inference_with_options(
+    query, key, value, mask, alibi_slopes, sinks, left, right, lower_right, scale, softcap, tf32
+):  # fmt: skip
+    tensors = (query, key, value, mask, alibi_slopes, sinks, None)
+    out, lse, _ = ops.attention_forward.default(*tensors, left, right, lower_right, scale, softcap, 0.0, tf32)
+    return out, lse
 
 
 @composite(ops.attention_training_backward)

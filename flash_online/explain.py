@@ -167,7 +167,12 @@ def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
     )
 
 
-_ATTENTION = ("attention_forward", "attention_inference", "attention_varlen_forward")
+_ATTENTION = (
+    "attention_forward",
+    "attention_inference",
+    "attention_inference_with_options",
+    "attention_varlen_forward",
+)
 _CACHED = ("attention_cached", "attention_cached_", "attention_decode")
 
 
@@ -182,9 +187,9 @@ def _attention_call(operator: str, call: SimpleNamespace) -> SimpleNamespace:
     """A call of one of _ATTENTION, with neutral values for the arguments that only the other operators have."""
     if operator == "attention_inference":
         call = SimpleNamespace(
-            **vars(call), window_left=-1, window_right=0 if call.causal else -1, lower_right=False, softcap=0.0, dropout_p=0.0
+            **vars(call), window_left=-1, window_right=0 if call.causal else -1, lower_right=False, softcap=0.0
         )
-    return SimpleNamespace(**{"mask": None, "alibi_slopes": None, "sinks": None, **vars(call)})
+    return SimpleNamespace(**{"mask": None, "alibi_slopes": None, "sinks": None, "dropout_p": 0.0, **vars(call)})
 
 
 def _record():
@@ -270,6 +275,7 @@ def _cuda_kernel(operator: str, call: SimpleNamespace) -> tuple[str, dict[str, s
         None if call.mask is None else (_dtype_name(call.mask), shape(call.mask)),
         call.alibi_slopes is not None,
         call.sinks is not None,
+        operator not in ("attention_inference", "attention_inference_with_options"),
         (call.cu_seqlens_q.shape[0] - 1, call.max_seqlen_q, call.max_seqlen_k) if packed else None,
         call.window_left,
         call.window_right,

@@ -352,6 +352,12 @@ def raw_linear_step(x, w, b, target, grad_loss):
 
 
 CASES["raw attention_forward"] = Case(raw_attention, plain_attention, masked, wide=(4,))
+CASES["raw attention_inference_with_options"] = Case(
+    lambda q, k, v, mask, sinks: finite(*RAW.attention_inference_with_options(q, k, v, mask, None, sinks, *OPTIONS[:5])),
+    plain_attention,
+    masked,
+    wide=(4,),
+)
 CASES["raw attention_inference"] = Case(
     lambda q, k, v: RAW.attention_inference(q, k, v, True, 0.5), lambda q, k, v: dense(q, k, v, causal=True, scale=0.5), qkv
 )

@@ -35,6 +35,7 @@ def _calls() -> dict[str, dict[str, torch.Tensor | list[torch.Tensor]]]:
     return {
         "attention_forward": {**dense, **extras, "rng": rng},
         "attention_inference": dense,
+        "attention_inference_with_options": {**dense, **extras},
         "attention_training": dense,
         "attention_training_backward": {
             "grad_out": query.clone(),

@@ -1,4 +1,4 @@
-"""The measured cells, in nine families, and their tensors."""
+"""The measured cells, in ten families, and their tensors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Cell(Case):
     Sizes: B, H, Hkv, S (capacity of a sequence in keys), L (queries, if not 1), E, Ev (if not E). Options: `page`, without
     which a cache is contiguous; `window` W (a query sees itself and the W - 1 keys before it); `sinks`; `cache`, the name of
     its dtype; `values` SHARED (the value cache is a view of the key cache); `append` rows, with rotary embedding; `num_splits`;
-    `prefix` keys, with pages shared by all sequences; `lengths`, how `lengths` were drawn. Caches are full unless `lengths`
-    gives the number of keys of each sequence.
+    `prefix` keys, with pages shared by all sequences; `mask`, a bool mask [B, 1, 1, S]; `lengths`, how `lengths` were drawn.
+    Caches are full unless `lengths` gives the number of keys of each sequence.
 
     `wanted_us` is the most that a call should take on an H200; `known_us` is the time of the fastest peer there in an earlier
     measurement, including a peer that can't run with ours today.
@@ -94,7 +94,8 @@ class Tensors:
 class Problem:
     """A cell's tensors, the same numbers in every run: `sets`, enough to hold `distinct_bytes` of keys and values, so that a
     call finds none of its keys in the L2 cache; and shared tensors: `lengths` int32 [B], keys before the append; `table` int32
-    [B, entries] in random order; `sinks` [H]; `rotary` (cos, sin); `scales` float32 [B, Hkv], of keys and of values.
+    [B, entries] in random order; `mask` [B, 1, 1, S]; `sinks` [H]; `rotary` (cos, sin); `scales` float32 [B, Hkv], of keys and
+    of values.
 
     A pool's memory has the order [blocks, page, Hkv, E], as in serving engines; a contiguous cache is [B, Hkv, S, E].
     """
@@ -105,6 +106,8 @@ class Problem:
         sizes, append = cell.sizes, cell.options.get("append", 0)
         self.lengths = torch.tensor([n - append for n in cell.keys], dtype=torch.int32, device=device)
         self.table, self.blocks = self._make_table() if "page" in self.options else (None, sizes["B"])
+        shape = (sizes["B"], 1, 1, sizes["S"])
+        self.mask = torch.ones(shape, dtype=torch.bool, device=device) if cell.options.get("mask") else None
         self.sinks = self._normal(sizes["H"]).float() if self.options.get("sinks") else None
         self.rotary = self._make_rotary() if append else None
         self.scales = None
@@ -267,6 +270,21 @@ def _options() -> list[Cell]:
     ]
 
 
+def _drop_in() -> list[Cell]:
+    """Calls of torch's function, whose caches have no lengths, as models make them that generate text."""
+    most = 16 << 30  # bytes of keys and values
+    cells = [
+        _cell("drop-in", f"E {head_dim}", batch, *heads, length, head_dim)
+        for head_dim in (64, 128, 256)
+        for heads in ((32, 8), (32, 32), (64, 8))
+        for batch in (1, 8, 32)
+        for length in (1024, 8192, 32768, 131072)
+    ]
+    cells = [cell for cell in cells if cell.bytes_read() <= most]
+    masked = [replace(cell, kind="a mask", options={"mask": True}) for cell in cells if cell.sizes["E"] == 128]
+    return cells + masked
+
+
 def _others() -> dict[str, list[Cell]]:
     float8, prefill = {"cache": str(FLOAT8)[6:]}, {"L": 256}
     of_float8 = [
@@ -292,7 +310,7 @@ def _others() -> dict[str, list[Cell]]:
     }
 
 
-CELLS = {"plain": _plain(), "paged": _paged(), "options": _options()} | _others()
+CELLS = {"plain": _plain(), "drop-in": _drop_in(), "paged": _paged(), "options": _options()} | _others()
 
 
 def _quick(family: str, kind: str, heads: int, key_heads: int, dtype: torch.dtype = torch.float32, **more) -> Cell:
@@ -303,6 +321,8 @@ def _quick(family: str, kind: str, heads: int, key_heads: int, dtype: torch.dtyp
 QUICK = [
     _quick("plain", "one query", 8, 2, us=(100000.0, 200000.0)),
     _quick("plain", "4 queries", 8, 2, L=4),
+    _quick("drop-in", "E 32", 8, 2),
+    _quick("drop-in", "a mask", 8, 2, mask=True),
     _quick("paged", "page 16", 8, 2, page=16),
     _quick("options", "gpt-oss", 8, 2, window=9, sinks=True, page=16),
     _quick("options", "lengths", 8, 2, lengths=LOG_UNIFORM, page=16, drawn=(80, 1, 33)),

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_online
+import flash_online.functional as functional
 
 from ..attention.peers import load_fa3
-from ..attention.summary import CUDNN, FA3
+from ..attention.summary import CUDNN, EFFICIENT, FA3
 from ..peers import Unavailable
 from ..summary import FLASH, OURS
 from .cases import FLOAT8, SHARED, Problem, Tensors
@@ -45,6 +46,8 @@ def ours(problem: Problem) -> Call:
     """Under strict(), so that calls forwarded to torch are never timed as ours."""
     if "prefix" in problem.options:
         return ours_cascade(problem)
+    if problem.cell.family == "drop-in":
+        return torch_function(problem, functional.scaled_dot_product_attention, flash_online.strict)
     options = {"block_table": problem.table, "sinks": problem.sinks, "rotary": problem.rotary}
     options["num_splits"] = problem.options.get("num_splits")
     if window := problem.options.get("window"):
@@ -159,16 +162,15 @@ def sdpa(backend: SDPBackend) -> Callable[[Problem], Call]:
             raise Unavailable("torch's causal rule is aligned at the first key")
         if problem.table is not None or problem.scales is not None or problem.cell.lengths:
             raise Unavailable("torch's function has no pages, lengths or float8")
-        grouped = {"enable_gqa": True} if problem.cell.group_size > 1 else {}
-        runs = [
-            functools.partial(
-                torch_functional.scaled_dot_product_attention, one.query, one.key_cache, one.value_cache, **grouped
-            )
-            for one in problem.sets
-        ]
-        return Call(problem, runs, setting=lambda: _backend(backend))
+        return torch_function(problem, torch_functional.scaled_dot_product_attention, lambda: _backend(backend))
 
     return provider
+
+
+def torch_function(problem: Problem, function: Callable, setting: Callable[[], AbstractContextManager]) -> Call:
+    options = {"attn_mask": problem.mask, "enable_gqa": problem.cell.group_size > 1}
+    runs = [functools.partial(function, one.query, one.key_cache, one.value_cache, **options) for one in problem.sets]
+    return Call(problem, runs, setting=setting)
 
 
 @contextmanager
@@ -233,11 +235,13 @@ PROVIDERS: dict[str, Callable[[Problem], Call]] = {
     FA3_FULL: fa3_full,
     CUDNN: sdpa(SDPBackend.CUDNN_ATTENTION),
     FLASH: sdpa(SDPBackend.FLASH_ATTENTION),
+    EFFICIENT: sdpa(SDPBackend.EFFICIENT_ATTENTION),
     FLASHINFER: flashinfer,
 }
 _CONTIGUOUS = (OURS, FA3, FA3_FULL, CUDNN, FLASH)
 IN_FAMILY = {
     "plain": _CONTIGUOUS,
+    "drop-in": (OURS, CUDNN, FLASH, EFFICIENT),
     "paged": (OURS, FA3, FLASHINFER),
     "options": (*_CONTIGUOUS, FLASHINFER),
     "float8": (OURS, WIDE, FA3, FA3_FULL),

@@ -16,6 +16,7 @@ CONTIGUOUS, WIDE = f"{OURS}, contiguous", f"{OURS}, 16-bit caches"
 REPEATED = f"{OURS}, repeated pages"
 FAMILIES = {
     "plain": "Contiguous caches",
+    "drop-in": "Torch's function, one query",
     "paged": "Pages",
     "options": "Windows, sinks, lengths, head dims",
     "prefill": "Prefill in chunks",

@@ -105,4 +105,30 @@ FLASH_ONLINE_HD Sequence with_keys(Sequence sequence, const Rows& keys) {
   return sequence;
 }
 
+// ---- Dense keys ------------------------------------------------------------------------------------------------------------
+
+// A dense call of few rows over many keys, as a step of generation makes it, runs over cached keys: the work of one row is then
+// spread over many SMs or threads. The tensors are a contiguous cache as they lie.
+constexpr int64_t kFewRows = 64;  // of the query heads that share a key head, over all queries
+constexpr int64_t kManyKeys = 512;
+
+// Returns whether a forward pass has few rows over many keys. One that a backward pass follows has not: its rows have the bits
+// that they have in a longer call (docs/api.md, row independence).
+constexpr bool has_few_rows(const AttentionProblem& problem) {
+  return !problem.query_starts && !problem.lse_low && problem.dropout == 0 && problem.key_heads > 0 &&
+         problem.key_heads == problem.value_heads && problem.batch > 0 && problem.queries > 0 && problem.keys >= kManyKeys &&
+         problem.heads / problem.key_heads * problem.queries <= kFewRows;
+}
+
+// The same problem over cached keys, which are cut into `kv_splits`; 0: as the kernel chooses.
+constexpr AttentionProblem as_cached(AttentionProblem problem, int64_t kv_splits) {
+  problem.cache = {};
+  problem.cache.page = problem.keys;
+  problem.cache.blocks = problem.batch;
+  problem.cache.entries = 1;
+  problem.cache.dtype = problem.dtype;
+  problem.cache.kv_splits = kv_splits;
+  return problem;
+}
+
 }  // namespace flash_online

@@ -175,9 +175,9 @@ int64_t attention_memory(const std::string& library, const std::string& dtype, c
 std::string attention_candidates(const std::string& library, const std::string& dtype, const TensorShape& query,
                                  const TensorShape& key, const TensorShape& value, const TensorShape& out,
                                  const std::optional<std::pair<std::string, TensorShape>>& mask, bool alibi, bool sinks,
-                                 const std::optional<std::tuple<int64_t, int64_t, int64_t>>& packed, int64_t window_left,
-                                 int64_t window_right, bool lower_right, double scale, double softcap, double dropout_p,
-                                 bool tf32, const std::tuple<int, int, int>& gpu,
+                                 bool lse_low, const std::optional<std::tuple<int64_t, int64_t, int64_t>>& packed,
+                                 int64_t window_left, int64_t window_right, bool lower_right, double scale, double softcap,
+                                 double dropout_p, bool tf32, const std::tuple<int, int, int>& gpu,
                                  const std::optional<std::pair<TensorShape, bool>>& backward) {
   AttentionProblem problem;
   problem.dtype = dtypes().at(dtype);
@@ -190,6 +190,8 @@ std::string attention_candidates(const std::string& library, const std::string& 
   const int32_t start = 0;
   if (alibi) problem.alibi_slopes = &start;
   if (sinks) problem.sinks = &start;
+  float low = 0;
+  if (lse_low) problem.lse_low = &low;
   if (packed) {
     problem.query_starts = problem.key_starts = &start;
     problem.total_queries = problem.queries, problem.total_keys = problem.keys;
@@ -237,12 +239,13 @@ PYBIND11_MODULE(_introspect, m) {
         "these shapes and strides; mask: the mask's dtype, or \"\" for none.");
   m.def(
       "attention_candidates", attention_candidates, py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"),
-      py::arg("value"), py::arg("out"), py::arg("mask"), py::arg("alibi"), py::arg("sinks"), py::arg("packed"),
-      py::arg("window_left"), py::arg("window_right"), py::arg("lower_right"), py::arg("scale"), py::arg("softcap"),
-      py::arg("dropout_p"), py::arg("tf32"), py::arg("gpu"), py::arg("backward"),
+      py::arg("value"), py::arg("out"), py::arg("mask"), py::arg("alibi"), py::arg("sinks"), py::arg("lse_low"),
+      py::arg("packed"), py::arg("window_left"), py::arg("window_right"), py::arg("lower_right"), py::arg("scale"),
+      py::arg("softcap"), py::arg("dropout_p"), py::arg("tf32"), py::arg("gpu"), py::arg("backward"),
       "The CUDA kernels that a call of attention may run on, the best first, one per line: its name and the reason why it does "
       "not take the call, or nothing. Tensors as (sizes, strides, offset in bytes) of [batch, heads, rows, head_dim]; mask: "
-      "(dtype, tensor) or None; packed: the number of sequences and the maximum lengths of queries and keys, or None; gpu: "
+      "(dtype, tensor) or None; lse_low: whether it is computed, for a backward pass; packed: the number of sequences and the "
+      "maximum lengths of queries and keys, or None; gpu: "
       "compute capability and bytes of shared memory per CTA; backward: (grad_out, deterministic), or None for a forward "
       "pass.");
   m.def(

@@ -26,6 +26,11 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   define(
       m,
       "attention_inference(Tensor query, Tensor key, Tensor value, bool causal, float? scale, bool tf32=False) -> Tensor out");
+  // attention_forward without gradients and dropout.
+  define(m,
+         "attention_inference_with_options(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, "
+         "Tensor? sinks, SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, "
+         "bool tf32=False) -> (Tensor out, Tensor lse)");
   // A call without options that has a backward pass. stats: lse, then lse_low, [2 batch, ..., heads, queries].
   define(
       m,

@@ -88,8 +88,8 @@ def _heads_can_be_cut(head_dim: int, *specs) -> bool:
 
 
 def _attention(outputs: int, backward: bool):
-    """Rules of attention_forward (3 results), attention_inference (1) and attention_backward (5): each batch dimension, and
-    heads.
+    """Rules of attention_forward (3 results), attention_inference (1), attention_inference_with_options (2) and
+    attention_backward (5): each batch dimension, and heads.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -97,8 +97,9 @@ def _attention(outputs: int, backward: bool):
         grads, tensors, rest = (), arguments[:7], arguments[7:]
         if backward:
             grads, tensors, rest = arguments[:2], arguments[2:9], arguments[9:]
-        elif outputs == 1:
-            tensors, rest = (*arguments[:3], None, None, None, None), arguments[3:]
+        elif outputs < 3:  # attention_inference has none of the optional tensors, attention_inference_with_options has no rng
+            count = {1: 3, 2: 6}[outputs]
+            tensors, rest = (*arguments[:count], *[None] * (7 - count)), arguments[count:]
         query, key, value, mask, alibi_slopes, sinks, rng = tensors
         head_dim = len(query.shape) - 3
         found = [([Replicate()] * outputs, _placements(arguments, Replicate()))]
@@ -109,7 +110,8 @@ def _attention(outputs: int, backward: bool):
             masks = [None] if mask is None else [cut if mask.shape[dim] != 1 else Replicate()]
             sink = Shard(0) if dim == head_dim else Replicate()
             others = [*masks, *_placements([alibi_slopes], cut), *_placements([sinks], sink), None]
-            inputs = [*_placements(grads, cut), *_placements(tensors[:3], cut), *(others if outputs != 1 else ())]
+            others = others[: {1: 0, 2: 3}.get(outputs)]
+            inputs = [*_placements(grads, cut), *_placements(tensors[:3], cut), *others]
             results = [cut] * outputs
             if backward:
                 mask_grad = rest[9]  # after out, lse, lse_low and six options
@@ -255,6 +257,7 @@ def register_dtensor() -> None:
     table = {
         ops.attention_forward: _attention(3, False),
         ops.attention_inference: _attention(1, False),
+        ops.attention_inference_with_options: _attention(2, False),
         ops.attention_backward: _attention(5, True),
         ops.attention_varlen_forward: _varlen(False),
         ops.attention_varlen_backward: _varlen(True),

@@ -151,7 +151,7 @@ def test_forwarded_results_are_torchs(device):
 ROWS = 2 * 4 * 5 * 4
 OURS = {
     "attention": (flash_online.attention, (Q, K, V), {}, ["attention_inference"], 0),
-    "with its lse": (flash_online.attention, (Q, K, V), {"return_lse": True}, ["attention_forward"], ROWS),
+    "with its lse": (flash_online.attention, (Q, K, V), {"return_lse": True}, ["attention_inference_with_options"], 0),
     "drop-in": (F.scaled_dot_product_attention, (Q, K, V), {"is_causal": True}, ["attention_inference"], 0),
     "torch's function": (TF.scaled_dot_product_attention, (Q, K, V), {}, ["attention_inference"], 0),
     "a parameter": (F.softmax, (torch.nn.Parameter(LOGITS), 1), {}, ["softmax_forward"], 0),
@@ -326,6 +326,7 @@ def candidates(
         dtype,
         *(tensor,) * 4,
         mask,
+        False,
         False,
         False,
         packed,

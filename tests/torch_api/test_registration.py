@@ -175,6 +175,8 @@ def calls(dtype, layout):
         yield RAW.attention_backward, backward_arguments(dtype, layout, all_options)
         plain = forward_arguments(dtype, layout, False)[:3]
         yield RAW.attention_inference, (*plain, all_options, 0.5)
+        *tensors, _, left, right, lower_right, scale, softcap, _ = forward_arguments(dtype, layout, all_options)
+        yield RAW.attention_inference_with_options, (*tensors, left, right, lower_right, scale, softcap)
         yield RAW.attention_training, (*plain, all_options, 0.5)
         out, stats = RAW.attention_training(*plain, all_options, 0.5)
         yield RAW.attention_training_backward, (torch.randn_like(out), *plain, out, stats, all_options, 0.5, False)

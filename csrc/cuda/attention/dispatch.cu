@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "../../core/cache.h"
 #include "../../core/integer.h"
 #include "../../core/philox.h"
 #include "../hw/launch.h"
@@ -123,18 +124,33 @@ const Instance<Pass>* choose(const Family<Pass> (&families)[kCount], const Pass&
 
 std::atomic<int64_t> plan_count = 0;
 
+template <class Pass>
+Plan<Pass> plan(const Instance<Pass>& instance, const Pass& pass) {
+  plan_count.fetch_add(1, std::memory_order_relaxed);
+  return {.pass = pass, .workspace_bytes = instance.workspace_bytes(pass), .launch = instance.run};
+}
+
 template <class Pass, size_t kCount>
 Plan<Pass> plan(const Family<Pass> (&families)[kCount], const Pass& pass) {
-  plan_count.fetch_add(1, std::memory_order_relaxed);
   const Gpu gpu = current_gpu();
-  if (const Instance<Pass>* const instance = choose(families, pass, gpu))
-    return {.pass = pass, .workspace_bytes = instance->workspace_bytes(pass), .launch = instance->run};
+  if (const Instance<Pass>* const instance = choose(families, pass, gpu)) return plan(*instance, pass);
   Candidates candidates;
   choose(families, pass, gpu, &candidates);
   std::string reasons;
   for (const auto& [name, reason] : candidates) reasons += (reasons.empty() ? "" : "; ") + name + ": " + reason;
   throw std::runtime_error("attention on CUDA: no kernel takes this call (" + reasons + ")");
 }
+
+// The number of kv_splits of few rows over `keys` dense keys. It depends on nothing else, so that a row's bits depend neither
+// on the batch nor on other heads: many, so that one sequence fills the GPU, but of enough keys that their ends cost little.
+int64_t few_rows_kv_splits(int64_t keys) {
+  constexpr int64_t kFewKeys = 128, kKeys = 256, kLeast = 4, kFew = 8, kMost = 32;
+  return std::clamp(std::max(std::min(keys / kFewKeys, kFew), keys / kKeys), kLeast, kMost);
+}
+
+// What takes a forward pass of few rows (core/cache.h) before the families of kForward, and the pass in its form.
+constexpr Family<ForwardPass> kFewRowsFamilies[] = {kCached[0]};
+ForwardPass few_rows_pass(const AttentionProblem& problem) { return {as_cached(problem, few_rows_kv_splits(problem.keys))}; }
 
 // Packs the query heads of a key head into rows of one head: few queries of many heads would leave most rows of a tile empty.
 // The heads of a group must see the same keys by the same rule and lie one step apart in memory; otherwise the problem is
@@ -212,6 +228,11 @@ __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
 
 Plan<ForwardPass> plan_forward(const AttentionProblem& problem) {
   if (has_no_queries(problem)) return {};
+  if (has_few_rows(problem)) {
+    const ForwardPass pass = few_rows_pass(problem);
+    if (const Instance<ForwardPass>* const instance = choose(kFewRowsFamilies, pass, current_gpu()))
+      return plan(*instance, pass);
+  }
   return plan(kForward, ForwardPass{with_groups_as_rows(problem)});
 }
 
@@ -229,6 +250,7 @@ int64_t plans_made() { return plan_count.load(std::memory_order_relaxed); }
 
 Candidates forward_candidates(const AttentionProblem& problem, const Gpu& gpu) {
   Candidates list;
+  if (has_few_rows(problem)) choose(kFewRowsFamilies, few_rows_pass(problem), gpu, &list);
   choose(kForward, ForwardPass{with_groups_as_rows(problem)}, gpu, &list);
   return list;
 }

@@ -1,5 +1,5 @@
-// attention_forward, attention_inference, attention_training, attention_varlen_forward, their backward passes and
-// attention_dropout_mask, on the CPU and on CUDA.
+// attention_forward, attention_inference, attention_inference_with_options, attention_training, attention_varlen_forward, their
+// backward passes and attention_dropout_mask, on the CPU and on CUDA.
 #include "../operators.h"
 
 #include "pass.h"
@@ -49,6 +49,27 @@ Tensor attention_inference(const Tensor& query, const Tensor& key, const Tensor&
   Tensor out = empty_out<Device>(call);
   Device::run_forward(call, {.out = out});
   return out;
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor> attention_inference_with_options(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                            const std::optional<Tensor>& mask,
+                                                            const std::optional<Tensor>& alibi_slopes,
+                                                            const std::optional<Tensor>& sinks, int64_t window_left,
+                                                            int64_t window_right, bool lower_right, std::optional<double> scale,
+                                                            double softcap, bool tf32) {
+  const std::optional<Tensor> rng;
+  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+  const DenseCall call(in, {.window_left = window_left,
+                            .window_right = window_right,
+                            .lower_right = lower_right,
+                            .scale = scale,
+                            .softcap = softcap,
+                            .tf32 = tf32});
+  Tensor out = empty_out<Device>(call);
+  Tensor lse = empty(call.lse_sizes(), accumulator_of(query.scalar_type()), query);
+  Device::run_forward(call, {.out = out, .lse = &lse});
+  return {out, lse};
 }
 
 template <class Device>
@@ -140,6 +161,7 @@ template <class Device, class Library>
 void add_attention(Library& m) {
   implement(m, "attention_forward", TORCH_BOX(&attention_forward<Device>));
   implement(m, "attention_inference", TORCH_BOX(&attention_inference<Device>));
+  implement(m, "attention_inference_with_options", TORCH_BOX(&attention_inference_with_options<Device>));
   implement(m, "attention_training", TORCH_BOX(&attention_training<Device>));
   implement(m, "attention_training_backward", TORCH_BOX(&attention_training_backward<Device>));
   implement(m, "attention_backward", TORCH_BOX(&attention_backward<Device>));

@@ -41,6 +41,23 @@ __device__ __forceinline__ float finish_row(const AttentionProblem& problem, con
   return factor * state.inverse_sum_or_zero() * scale_of(cache.value_scale, cache.value_scale_stride, row.n, row.key_head);
 }
 
+// The factors of two partial results of a row in their sum. All kernels that fold partial results in the order of their keys
+// round as written here, so that a row has the same bits however its keys are spread over CTAs (decode/dense.cuh).
+struct FoldFactors {
+  float total, part;
+  __device__ __forceinline__ float of(float total_output, float part_output) const {
+    return fmaf(part, part_output, __fmul_rn(total, total_output));
+  }
+};
+
+// Adds a part, its maximum and sum, to the state of what was before.
+__device__ __forceinline__ FoldFactors fold_state(ScoreState& total, const ScoreState& part) {
+  const float max = fmaxf(total.max, part.max);
+  const FoldFactors factors{ScoreState::rescale(total.max, max), ScoreState::rescale(part.max, max)};
+  total = {max, factors.of(total.sum, part.sum)};
+  return factors;
+}
+
 // The partial results of a row: `first`, then one every `step` floats from `others` on. Each holds its outputs, not yet divided
 // by the sum, and at `state` its maximum (base 2) and its sum.
 struct RowPartials {

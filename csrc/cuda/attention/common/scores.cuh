@@ -145,22 +145,24 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
         return;
       }
     }
-    if constexpr (kTransposed && sizeof(T) == 2 && kColumns % 2 == 0) {
-      if (mask.has_vectors()) {
+    if constexpr (kTransposed) {
+      if constexpr (sizeof(T) == 2 && kColumns % 2 == 0) {
+        if (mask.has_vectors()) {
 #pragma unroll
-        for (int i = 0; i < kRows; ++i)
+          for (int i = 0; i < kRows; ++i)
 #pragma unroll
-          for (int j = 0; j < kColumns; j += 2) {
-            unsigned words[4];
-            mask.transposed(words, 8 * j, row + 16 * i);
+            for (int j = 0; j < kColumns; j += 2) {
+              unsigned words[4];
+              mask.transposed(words, 8 * j, row + 16 * i);
 #pragma unroll
-            for (int n = 0; n < 4; ++n) {
-              const Value* const pair = reinterpret_cast<const Value*>(&words[n]);
-              apply(i, j + n % 2, n / 2 * 2, pair[0]);
-              apply(i, j + n % 2, n / 2 * 2 + 1, pair[1]);
+              for (int n = 0; n < 4; ++n) {
+                const Value* const pair = reinterpret_cast<const Value*>(&words[n]);
+                apply(i, j + n % 2, n / 2 * 2, pair[0]);
+                apply(i, j + n % 2, n / 2 * 2 + 1, pair[1]);
+              }
             }
-          }
-        return;
+          return;
+        }
       }
     }
     for_each_score<kTransposed>(

@@ -49,12 +49,17 @@ inline DecodePool decode_pool(const AttentionProblem& problem, const ConstView4&
   return {static_cast<const char*>(view.data), view.stride[1] * bytes, vectors(0), vectors(2), static_cast<int>(width * bytes)};
 }
 
-// True if plain_arguments() has the arguments of a problem.
-inline bool is_plain_decode(const AttentionProblem& p) {
+// The instance for a problem: kPlain if plain_arguments() has its arguments, kDense if dense_arguments() has them.
+inline DecodeCalls decode_calls(const AttentionProblem& p) {
   const CacheView& cache = p.cache;
-  return !p.query_starts && p.lower_right && p.out.stride[3] == 1 && !cache.query_lengths && !cache.left && !cache.rows &&
-         !cache.new_starts && cache.kv_splits == 0 && !ScoreMod(p).has_score_mod &&
-         (is_float8(cache.dtype) || (!cache.key_scale && !cache.value_scale));
+  const bool has_options = p.query_starts || cache.query_lengths || cache.left || cache.rows || cache.new_starts ||
+                           (!is_float8(cache.dtype) && (cache.key_scale || cache.value_scale)) || score_mods(p) != 0 ||
+                           (p.out.stride[3] != 1 && p.head_dim_v > 1);
+  if (has_options) return DecodeCalls::kAll;
+  if (cache.kv_splits == 0)
+    return p.lower_right && !p.mask.data && !ScoreMod(p).has_score_mod ? DecodeCalls::kPlain : DecodeCalls::kAll;
+  const bool is_dense = !cache.table && !cache.lengths && cache.new_keys == 0 && !is_float8(cache.dtype);
+  return is_dense ? DecodeCalls::kDense : DecodeCalls::kAll;
 }
 
 // A kernel's layout, and what follows from it.
@@ -63,18 +68,46 @@ struct DecodeSetup {
   static constexpr int kStageBytes = decode_stage_bytes(kHeadDim, kFloat8),
                        kQueryBytes = decode_query_bytes(kHeadDim, 16 * kRowTiles);
   DecodeLayout layout;
+  DenseShared dense{};
   DecodeShape shape{};
   DecodeSetup(const AttentionProblem& problem, int most_shared_bytes)
       : layout(decode_layout(has_few_items(problem), kStageBytes, kQueryBytes, most_shared_bytes)) {
-    if (layout.warps > 0) shape = decode_shape(problem, 16 * kRowTiles, decode_tile_keys(kHeadDim, kFloat8), layout.warps);
+    if (layout.warps == 0) return;
+    if (kRowTiles == 1 && decode_calls(problem) == DecodeCalls::kDense) set_dense(problem, most_shared_bytes);
+    shape = decode_shape(problem, 16 * kRowTiles, decode_tile_keys(kHeadDim, kFloat8), layout.warps);
+    if (dense.buffers == 0) return;
+    const int64_t step_keys = int64_t{decode_tile_keys(kHeadDim, kFloat8)} * layout.warps;
+    shape.unit_steps = static_cast<int>(ceil_div(ceil_div(problem.keys, problem.cache.kv_splits), step_keys));
+    // Shares of whole items need no merge, where they keep nearly all CTAs busy until the end.
+    const int64_t turns = ceil_div(items(problem), most_ctas());
+    if (items(problem) * 100 >= turns * most_ctas() * 97) shape.least_share = static_cast<int>(turns * units(problem));
+  }
+  int64_t items(const AttentionProblem& problem) const { return problem.batch * shape.key_heads * shape.row_tiles; }
+  // The most units of an item of a dense call.
+  int64_t units(const AttentionProblem& problem) const {
+    return ceil_div(shape.most_steps(problem), int64_t{shape.unit_steps});
+  }
+  // As many buffers as there is room for next to the rings of the same warps.
+  void set_dense(const AttentionProblem& problem, int most_shared_bytes) {
+    const int rows = static_cast<int>(round_up(std::min<int64_t>(decode_rows_of(problem), 16), 8));
+    for (int buffers = 2; buffers > 0 && dense.buffers == 0; --buffers) {
+      const DenseShared wanted{buffers, rows};
+      const int of_warp = ceil_div(wanted.bytes<kHeadDim>(4), 4);
+      const DecodeLayout found = decode_layout_of(4, layout.ctas_per_sm, kStageBytes, kQueryBytes + of_warp, most_shared_bytes);
+      if (found.warps > 0) layout = found, dense = wanted;
+    }
   }
   // The number of warps decides in which order a row is summed: with num_splits it must not depend on the batch.
   static bool has_few_items(const AttentionProblem& problem) {
     return problem.cache.kv_splits == 0 && problem.batch * problem.key_heads * 4 <= sm_count();
   }
-  int shared_bytes() const { return decode_shared_bytes(layout, kStageBytes, kQueryBytes); }
+  int shared_bytes() const {
+    return decode_shared_bytes(layout, kStageBytes, kQueryBytes) + dense.bytes<kHeadDim>(layout.warps);
+  }
+  int64_t most_ctas() const { return int64_t{sm_count()} * layout.ctas_per_sm; }
   int ctas(const AttentionProblem& problem) const {
-    return static_cast<int>(std::clamp<int64_t>(shape.most_units(problem), 1, int64_t{sm_count()} * layout.ctas_per_sm));
+    const int64_t line = dense.buffers > 0 ? items(problem) * units(problem) : shape.most_units(problem);
+    return static_cast<int>(std::clamp<int64_t>(line, 1, most_ctas()));
   }
 };
 
@@ -84,6 +117,8 @@ inline const char* decode_refusal(const AttentionProblem& p) {
   if (p.cache.kv_splits == 1) return "num_splits=1: results that do not depend on how queries are cut into calls";
   if (p.cache.kv_splits > 1 && p.query_starts)
     return "num_splits together with packed queries: the longest sequence must not matter";
+  if (p.mask.data && ((p.queries > 1 && p.mask.stride[2] != 0) || (p.heads > p.key_heads && p.mask.stride[1] != 0)))
+    return "a mask with several rows per key head";
   if (decode_rows_of(p) > kDecodeMostRows) return "more than 128 rows of queries per sequence and key head";
   if (p.total_queries >= int64_t{1} << 31) return "2^31 rows of packed queries or more";
   if (capacity_of(p.cache) >= int64_t{1} << 29) return "the cache has room for 2^29 keys per sequence or more";
@@ -111,7 +146,8 @@ inline const char* decode_refusal(const AttentionProblem& p) {
 
 // The arguments of a kernel, with the addresses of its partial results.
 inline DecodeArguments decode_arguments(const AttentionProblem& problem, const DecodeShape& shape, const DecodePool& keys,
-                                        const DecodePool& values, int stages, void* workspace) {
+                                        const DecodePool& values, int stages, void* workspace, DenseShared dense = {},
+                                        DensePartials dense_partials = {}) {
   DecodeArguments arguments{
       .problem = problem,
       .score_mod = ScoreMod(problem),
@@ -121,17 +157,24 @@ inline DecodeArguments decode_arguments(const AttentionProblem& problem, const D
       .keys = keys,
       .values = values,
       .partials = DecodePartials::of(problem, shape),
+      .dense = dense,
+      .dense_partials = dense_partials,
       .stages = stages,
   };
   arguments.score_mod.has_score_mod |= problem.cache.key_scale != nullptr;
-  (arguments.whole_items ? arguments.kv_splits.partials : arguments.partials.data) = static_cast<float*>(workspace);
+  float*& partials = dense.buffers > 0       ? arguments.dense_partials.data
+                     : arguments.whole_items ? arguments.kv_splits.partials
+                                             : arguments.partials.data;
+  partials = static_cast<float*>(workspace);
   return arguments;
 }
 
 // Queues the kernel that merges what `ctas` CTAs have left, if there is one.
 inline void merge_results(const DecodeArguments& arguments, int ctas, CUstream_st* stream) {
   const AttentionProblem& problem = arguments.problem;
-  if (arguments.whole_items)
+  if (arguments.dense.buffers > 0)
+    merge_dense(problem, arguments.dense_partials, arguments.shape, ctas, stream);
+  else if (arguments.whole_items)
     merge_kv_splits(problem, arguments.kv_splits, stream);
   else
     merge_partials(problem, arguments.shape, arguments.partials, ctas, stream);
@@ -156,13 +199,14 @@ const char* AttentionDecode<kHeadDim>::refusal(const ForwardPass& pass, const Gp
 template <int kHeadDim>
 int64_t AttentionDecode<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
   const AttentionProblem& problem = pass.problem;
-  if (problem.cache.kv_splits > 0) return decode_kv_splits(problem).bytes(problem);
   int64_t bytes = 0;
-  visit_decode<kHeadDim>(
-      problem, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>, std::integral_constant<int, kRowTiles>) {
-        const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, shared_bytes_per_cta());
-        bytes = DecodePartials::of(problem, setup.shape).bytes(setup.ctas(problem));
-      });
+  visit_decode<kHeadDim>(problem, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>,
+                                                                   std::integral_constant<int, kRowTiles>) {
+    const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, shared_bytes_per_cta());
+    bytes = setup.dense.buffers > 0 ? DensePartials::of(problem, setup.shape, setup.units(problem)).bytes(setup.items(problem))
+            : problem.cache.kv_splits > 0 ? decode_kv_splits(problem).bytes(problem)
+                                          : DecodePartials::of(problem, setup.shape).bytes(setup.ctas(problem));
+  });
   return bytes;
 }
 
@@ -174,15 +218,19 @@ void AttentionDecode<kHeadDim>::run(const ForwardPass& pass, void* workspace, CU
     const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, shared_bytes_per_cta());
     const DecodeArguments arguments =
         decode_arguments(problem, setup.shape, decode_pool(problem, problem.key, problem.head_dim),
-                         decode_pool(problem, problem.value, problem.head_dim_v), setup.layout.stages, workspace);
+                         decode_pool(problem, problem.value, problem.head_dim_v), setup.layout.stages, workspace, setup.dense,
+                         DensePartials::of(problem, setup.shape, setup.units(problem)));
     const int ctas = setup.ctas(problem);
     const int threads = setup.layout.warps * kWarpSize;
-    if (is_plain_decode(problem))
-      launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles, true>>(arguments, ctas, threads, setup.shared_bytes(),
-                                                                            stream, true);
-    else
-      launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles, false>>(arguments, ctas, threads, setup.shared_bytes(),
-                                                                             stream, true);
+    const auto run_as = [&]<DecodeCalls kCalls>(std::integral_constant<DecodeCalls, kCalls>) {
+      launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles, kCalls>>(arguments, ctas, threads, setup.shared_bytes(),
+                                                                              stream, true);
+    };
+    if constexpr (!kFloat8 && kRowTiles == 1)
+      if (setup.dense.buffers > 0) run_as(std::integral_constant<DecodeCalls, DecodeCalls::kDense>{});
+    if (setup.dense.buffers == 0)
+      decode_calls(problem) == DecodeCalls::kPlain ? run_as(std::integral_constant<DecodeCalls, DecodeCalls::kPlain>{})
+                                                   : run_as(std::integral_constant<DecodeCalls, DecodeCalls::kAll>{});
     merge_results(arguments, ctas, stream);
   });
 }

@@ -8,6 +8,7 @@
 
 #include "../../hw/compiler.cuh"
 #include "../../hw/pdl.cuh"
+#include "dense.cuh"
 #include "load.cuh"
 #include "partials.cuh"
 #include "rows.cuh"
@@ -22,6 +23,8 @@ struct DecodeArguments {
   DecodeShape shape;
   DecodePool keys, values;
   DecodePartials partials;  // where they are cut by the shares of CTAs
+  DenseShared dense;
+  DensePartials dense_partials;
   int stages;
 };
 
@@ -35,25 +38,59 @@ __device__ __forceinline__ void touch_constants(const DecodeArguments& arguments
   keep(sum);
 }
 
+// The calls that an instance of the kernel takes. Common calls have instances that spend no instructions on other calls'
+// options, which a call of a few microseconds would notice. decode_calls() is the host's side.
+enum class DecodeCalls {
+  kAll,
+  kPlain,  // over cached keys, without the options that plain_arguments() removes
+  kDense,  // attention over tensors (core/cache.h), without softcap and ALiBi
+};
+
 // The arguments of a call without packed queries, kv_splits, padding on the left, rows of the cache by number, and changes of
-// scores, as the compiler then knows. Common calls have an instance that spends no instructions on these options, which a call
-// of a few microseconds would notice. is_plain_decode() is the host's side.
+// scores, as the compiler then knows.
 template <bool kFloat8>
 __device__ __forceinline__ DecodeArguments plain_arguments(const DecodeArguments& arguments) {
   DecodeArguments plain = arguments;
   AttentionProblem& problem = plain.problem;
   problem.query_starts = nullptr;
   problem.alibi_slopes = nullptr;
+  problem.mask.data = nullptr;
   problem.lower_right = true;
   problem.out.stride[3] = 1;
   problem.cache.query_lengths = problem.cache.left = problem.cache.rows = problem.cache.new_starts = nullptr;
   plain.kv_splits.most = 1;
+  plain.shape.unit_steps = 1;
   plain.score_mod.cap = 0;
   if constexpr (!kFloat8) {  // else scores have a scale that only the device knows
     problem.cache.key_scale = problem.cache.value_scale = nullptr;
     plain.score_mod.has_score_mod = false;
   }
   return plain;
+}
+
+// The same of a dense call, which has one block of keys per sequence, and perhaps a mask.
+__device__ __forceinline__ DecodeArguments dense_arguments(const DecodeArguments& arguments) {
+  DecodeArguments dense = arguments;
+  AttentionProblem& problem = dense.problem;
+  problem.query_starts = nullptr;
+  problem.alibi_slopes = nullptr;
+  problem.out.stride[3] = 1;
+  CacheView& cache = problem.cache;
+  cache.table = cache.rows = cache.lengths = cache.left = cache.new_starts = cache.query_lengths = nullptr;
+  cache.key_scale = cache.value_scale = nullptr;
+  cache.new_keys = 0;
+  cache.entries = 1;
+  dense.whole_items = false;
+  dense.kv_splits.most = 1;
+  dense.score_mod.cap = 0;
+  return dense;
+}
+
+// The arguments of any other call.
+__device__ __forceinline__ DecodeArguments all_arguments(const DecodeArguments& arguments) {
+  DecodeArguments all = arguments;
+  all.shape.unit_steps = 1;
+  return all;
 }
 
 // The address of a row of a partial that is to be merged: its outputs, then maximum and sum in two floats. Null: it is final.
@@ -87,6 +124,8 @@ class DecodeKernel {
                        kQueryBytes = decode_query_bytes(kHeadDim, kRows);
   static_assert(kStageBytes == decode_stage_bytes(kHeadDim, kFloat8));
 
+  // kDense: DecodeCalls::kDense.
+  template <bool kDense>
   __device__ __forceinline__ static void run(const DecodeArguments& arguments, char* shared);
 
  private:
@@ -271,21 +310,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   }
   float* const lse = static_cast<float*>(problem.lse);
   const float scale = finish_row(problem, row, state, lse && lane == 0 ? lse + lse_index(problem, row) : nullptr);
-  const int64_t column_stride = problem.out.stride[3];
-  Element* const to = out_of<Element>(problem, row);
-  const bool vectors = column_stride == 1 && reinterpret_cast<uintptr_t>(to) % 8 == 0;
-#pragma unroll
-  for (int n = 0; n < (kHeadDim + 127) / 128; ++n) {
-    const int column = 128 * n + 4 * lane;
-    const float x[4] = {sum[n].x * scale, sum[n].y * scale, sum[n].z * scale, sum[n].w * scale};
-    if (vectors && column + 4 <= width) {
-      *reinterpret_cast<uint2*>(to + column) = {F::pair(x[0], x[1]), F::pair(x[2], x[3])};
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (column + i < width) to[(column + i) * column_stride] = narrow<Element>(x[i]);
-    }
-  }
+  store_row_of_warp<Element, kHeadDim>(problem, row, sum, scale);
 }
 
 // Merges what the warps have, and stores it, eight rows at a time. Outputs go through the stage of each warp's ring that waits
@@ -362,6 +387,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
 // ---- a warp
 
 template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+template <bool kDense>
 __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::run(const DecodeArguments& arguments,
                                                                                          char* shared) {
   const AttentionProblem& problem = arguments.problem;
@@ -380,6 +406,8 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   if (share.begin == share.end) return;
   const __nv_fp8_interpretation_t kind = problem.cache.dtype == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
   DecodeWalk walk(share);
+  std::conditional_t<kDense, DenseFolder<Element, kHeadDim>, NoFolder> folder(problem, arguments.dense_partials, shape,
+                                                                              arguments.dense, exchanged_at);
   int starts = stages - 1;  // tiles that are started before the first one is waited for
 #pragma unroll 1
   for (bool is_first = true;; is_first = false) {
@@ -393,6 +421,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
     ScoreMod score_mod = arguments.score_mod;
     score_mod.multiply(scale_of(problem.cache.key_scale, problem.cache.key_scale_stride, walk.n, rows.key_head));
     float scale = score_mod.remaining_scale();
+    const std::conditional_t<kFloat8, NoMask, DecodeMask<kKeys>> mask(problem, rows);
     bool as_halves = true;  // the queries, for float8 keys
     // The keys that all rows see.
     const int whole_begin = shape.begin_of(rows.query_of(max(rows.count - 1, 0)) + rows.offset),
@@ -401,6 +430,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
     RowStates states;
     clear(out);
     const int end = rows.count > 0 ? walk.end : 0;
+    int steps = 0, units = 0;  // dense: of the unit; of the part
 #pragma unroll 1
     for (int tile = walk.tile + warp;;) {
       char* stage = nullptr;
@@ -415,8 +445,14 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
           }
         }
         has_queries = true;
+        if constexpr (kDense) {
+#pragma unroll 1
+          for (; steps == shape.unit_steps || (tile >= end && units < walk.units); steps = 0)
+            folder.add(walk, units++, rows, out, states);
+        }
         if (tile >= end) break;
         stage = loads.wait();
+        ++steps;
       }
       loads.start();
       if (starts > 0) {
@@ -425,6 +461,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
       }
       const int key = tile * kKeys;
       tile += warps;
+      if (mask && mask.hides_tile(problem.mask_dtype, key)) continue;
       Scores scores;
       if constexpr (kFloat8) {
         if (kConvertsQueries && !as_halves) [[unlikely]]
@@ -436,6 +473,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
       }
       if (score_mod.has_score_mod) [[unlikely]]
         apply_mod(problem, score_mod, scores, rows, key);
+      if (mask) mask.apply(scores, problem.mask_dtype, score_mod.lowest_score, key, states);
       if (key < whole_begin || key + kKeys > whole_end) [[unlikely]]
         hide(scores, shape, rows, key);
       softmax_step(scores, out, states, scale);
@@ -445,21 +483,23 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
       else
         multiply_values<CacheElement, false, kBoxBytes>(out, scores, values, kind);
     }
-    finish_part(arguments, walk, rows, exchanged_at, loads.next_stage(), out, states);
+    if constexpr (!kDense) finish_part(arguments, walk, rows, exchanged_at, loads.next_stage(), out, states);
   }
 }
 
 // With 16 rows a thread leaves registers for the CTAs that merge, which so may start before these end.
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles, bool kPlain,
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles, DecodeCalls kCalls,
           class Kernel = DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>>
 __global__ void __maxnreg__(kRowTiles == 1 && kHeadDim <= 128 ? 224 : 255)
     attention_decode(const __grid_constant__ DecodeArguments arguments) {
   extern __shared__ __align__(128) char shared[];
   touch_constants(arguments);
-  if constexpr (kPlain)
-    Kernel::run(plain_arguments<kFloat8>(arguments), shared);
+  if constexpr (kCalls == DecodeCalls::kPlain)
+    Kernel::template run<false>(plain_arguments<kFloat8>(arguments), shared);
+  else if constexpr (kCalls == DecodeCalls::kDense)
+    Kernel::template run<true>(dense_arguments(arguments), shared);
   else
-    Kernel::run(arguments, shared);
+    Kernel::template run<false>(all_arguments(arguments), shared);
 }
 
 }  // namespace flash_online::cuda

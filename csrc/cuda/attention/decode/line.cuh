@@ -27,7 +27,8 @@ struct DecodeShape {
   int key_heads;  // divided by heads_abreast
   int tile_keys_log2, warps_log2;
   int window_left, window_right;  // below 0: no bound
-  int least_share = 1;  // steps: shares are no smaller, even if CTAs are then idle
+  int least_share = 1;  // units: shares are no smaller, even if CTAs are then idle
+  int unit_steps = 1;  // steps per unit of the line: shares begin and end between units
   // Neighbouring key heads, and row tiles of a key head, that run abreast: that many CTAs take the same share, each for one
   // head and row tile. They read the same keys at a time, or adjacent ones in a cache that has a token's heads together.
   int heads_abreast = 1, row_tiles_abreast = 1;
@@ -94,7 +95,7 @@ struct DecodeSequence {
   int offset;  // of the queries' positions
   int seen_begin, seen_end;  // the keys that some query sees; one empty range stands for all
   int kv_splits;
-  int weight;  // steps per item, at least 1: an item that sees nothing has a result too
+  int weight;  // units per item, at least 1: an item that sees nothing has a result too
 
   // Per kv_split: tiles of rows of all key heads.
   __device__ __forceinline__ int items(const DecodeShape& shape) const { return shape.key_heads * shape.row_tiles_of(queries); }
@@ -129,6 +130,9 @@ __device__ __forceinline__ DecodeSequence decode_sequence(const AttentionProblem
     tiles = static_cast<int>(static_cast<unsigned>(tiles + s.kv_splits - 1) / static_cast<unsigned>(s.kv_splits));
   }
   s.weight = max(tiles + shape.warps() - 1, shape.warps()) >> shape.warps_log2;
+  if (shape.unit_steps > 1)
+    s.weight =
+        static_cast<int>(static_cast<unsigned>(s.weight + shape.unit_steps - 1) / static_cast<unsigned>(shape.unit_steps));
   return s;
 }
 
@@ -218,6 +222,7 @@ struct DecodeWalk {
   int n;  // the sequence
   int item, kv_split;  // of the sequence
   int tile, end;  // the part's tiles of keys
+  int first_unit;  // of the item
   bool begins_item, ends_item;
   DecodeSequence s;
   int left, units;  // of the share, this part counted; of the part
@@ -269,8 +274,10 @@ struct DecodeWalk {
     units = whole_items ? s.weight : min(left, s.weight - skip);
     begins_item = skip == 0;
     ends_item = whole_items || skip + units == s.weight;
-    tile = shape.first_tile(begin) + skip * shape.warps();
-    end = whole_items ? shape.end_tile(last) : min(tile + units * shape.warps(), shape.end_tile(last));
+    const int unit_tiles = shape.warps() * shape.unit_steps;
+    first_unit = skip;
+    tile = shape.first_tile(begin) + skip * unit_tiles;
+    end = whole_items ? shape.end_tile(last) : min(tile + units * unit_tiles, shape.end_tile(last));
   }
 
   int begin_;  // of the share in its first sequence; -1 once the walk has begun

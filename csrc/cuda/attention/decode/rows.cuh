@@ -109,6 +109,93 @@ __device__ __forceinline__ void apply_mod(const AttentionProblem& problem, const
     }
 }
 
+// The mask of a part whose rows share one row of it: masks of one row per key head. Lanes read it from memory, since eight of
+// them want the same values, and a line has those of several tiles.
+template <int kKeys>
+class DecodeMask {
+ public:
+  template <int kRowTiles>
+  __device__ __forceinline__ DecodeMask(const AttentionProblem& problem, const DecodeRows<kRowTiles>& rows)
+      : data_(nullptr), stride_(problem.mask.stride[3]), keys_(rows.keys), first_(0) {
+    if (!problem.mask.data) return;
+    const int64_t before = rows.n * problem.mask.stride[0] + int64_t{rows.key_head * rows.group} * problem.mask.stride[1];
+    data_ = static_cast<const char*>(problem.mask.data) + before * size_of(problem.mask_dtype);
+  }
+  __device__ __forceinline__ explicit operator bool() const { return data_ != nullptr; }
+
+  // Whether the mask hides all keys of the tile from `key` on, which then may hold anything. By a warp.
+  __device__ __forceinline__ bool hides_tile(DType dtype, int key) const {
+    static_assert(kKeys <= kWarpSize);
+    bool is_seen = false;
+    visit_mask(dtype, [&]<class T>(T) {
+      using Value = std::conditional_t<std::is_same_v<T, bool>, unsigned char, T>;
+      const int64_t own = min(key + min(lane(), kKeys - 1), keys_ - 1);
+      const Value value = reinterpret_cast<const Value*>(data_)[own * stride_];
+      if constexpr (std::is_same_v<T, bool>)
+        is_seen = value != 0;
+      else
+        is_seen = !(widen(value) == lowest<float>());
+    });
+    return !__any_sync(~0u, is_seen);
+  }
+
+  // Masks the scores of the tile from `key` on.
+  template <int kRowTiles, int kColumns>
+  __device__ __forceinline__ void apply(Accumulator<kRowTiles, kColumns>& scores, DType dtype, float lowest_score, int key,
+                                        const ScoreState (&states)[kRowTiles][2]) const {
+    DecodeMask tile = *this;
+    tile.first_ = key;
+    mask_scores<false>(scores, 0, dtype, lowest_score, tile, [&] {
+      float least = states[0][0].max;
+#pragma unroll
+      for (int i = 0; i < 2 * kRowTiles; ++i) least = fminf(least, states[i / 2][i % 2].max);
+      return least;
+    });
+  }
+
+  // What mask_scores() asks for. Keys past the last one are hidden by position.
+  template <class T>
+  __device__ __forceinline__ T at(int, int key) const {
+    return reinterpret_cast<const T*>(data_)[min(first_ + key, keys_ - 1) * stride_];
+  }
+  template <class T>
+  __device__ __forceinline__ bool has_pairs() const {
+    return stride_ == 1 && first_ + kKeys <= keys_ && reinterpret_cast<uintptr_t>(data_) % (2 * sizeof(T)) == 0;
+  }
+  template <class T>
+  struct alignas(2 * sizeof(T)) Pair {
+    T value[2];
+  };
+  template <class T>
+  __device__ __forceinline__ Pair<T> pair_at(int, int key) const {
+    return *reinterpret_cast<const Pair<T>*>(data_ + (first_ + key) * static_cast<int>(sizeof(T)));
+  }
+
+ private:
+  const char* data_;  // of the row; null: there is no mask
+  int64_t stride_;
+  int keys_, first_;
+};
+
+// Of keys in float8, which no call with a mask has.
+struct NoMask {
+  template <class... Arguments>
+  __device__ __forceinline__ explicit NoMask(const Arguments&...) {}
+  __device__ __forceinline__ explicit operator bool() const { return false; }
+  template <class... Arguments>
+  __device__ __forceinline__ bool hides_tile(const Arguments&...) const {
+    return false;
+  }
+  template <class... Arguments>
+  __device__ __forceinline__ void apply(const Arguments&...) const {}
+};
+
+template <int kRowTiles, class F>
+__device__ __forceinline__ void for_each_state(ScoreState (&states)[kRowTiles][2], F&& f) {
+#pragma unroll
+  for (int i = 0; i < 2 * kRowTiles; ++i) f(states[i / 2][i % 2]);
+}
+
 // Hides the keys that a row does not see by position.
 template <int kRowTiles, int kColumns>
 __device__ __forceinline__ void hide(Accumulator<kRowTiles, kColumns>& scores, const DecodeShape& shape,
@@ -224,6 +311,28 @@ __device__ __forceinline__ void multiply_values(Accumulator<kRowTiles, kOutColum
         for (int word = 0; word < 4; ++word) right[word / 2].words[0][word % 2] = x[word];
         multiply<Element>(out, left, right, 2 * n);
       }
+    }
+  }
+}
+
+// Stores a row's outputs times `scale`, by a warp: a lane has columns [4 * lane, 4 * lane + 4) of each 128.
+template <class Element, int kHeadDim>
+__device__ __forceinline__ void store_row_of_warp(const AttentionProblem& problem, const CachedRow& row,
+                                                  const float4 (&sum)[(kHeadDim + 127) / 128], float scale) {
+  const int width = static_cast<int>(problem.head_dim_v), lane = cuda::lane();
+  const int64_t column_stride = problem.out.stride[3];
+  Element* const to = out_of<Element>(problem, row);
+  const bool vectors = column_stride == 1 && reinterpret_cast<uintptr_t>(to) % 8 == 0;
+#pragma unroll
+  for (int n = 0; n < (kHeadDim + 127) / 128; ++n) {
+    const int column = 128 * n + 4 * lane;
+    const float x[4] = {sum[n].x * scale, sum[n].y * scale, sum[n].z * scale, sum[n].w * scale};
+    if (vectors && column + 4 <= width) {
+      *reinterpret_cast<uint2*>(to + column) = {Fragments<Element>::pair(x[0], x[1]), Fragments<Element>::pair(x[2], x[3])};
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (column + i < width) to[(column + i) * column_stride] = narrow<Element>(x[i]);
     }
   }
 }

@@ -1,0 +1,191 @@
+// Few rows over dense keys: the units of a row are folded in the order of their keys.
+//
+// A row's bits must not depend on the batch, so its keys are cut by their number alone (units of the line, line.cuh), and every
+// sum has one order: the warps of a CTA take the tiles of a unit by turns, their results are folded in the order of the warps,
+// and those of the units in the order of the keys. A CTA folds the units that it has of a row if the first one is among them.
+// Others are partial results of their own, which merge_dense() folds after those.
+#pragma once
+
+#include "../cache/result.cuh"
+#include "rows.cuh"
+
+namespace flash_online::cuda {
+
+// The shared memory of a CTA in addition to the rings and queries of its warps.
+struct DenseShared {
+  int buffers;  // 1 or 2; 0: results are stored by other code
+  int rows;  // of a warp's results, a multiple of 8
+
+  template <int kHeadDim>
+  __host__ __device__ constexpr int warp_bytes() const {
+    return rows * (kHeadDim * 4 + 8);
+  }
+  // The results of the warps in each buffer, and those of a row's units so far.
+  template <int kHeadDim>
+  constexpr int bytes(int warps) const {
+    return buffers > 0 ? (buffers * warps + 1) * warp_bytes<kHeadDim>() : 0;
+  }
+};
+
+// The partial results of a dense call.
+struct DensePartials {
+  // [items of all sequences, units, rows, pitch]: a row's outputs, which still are to be divided by the sum, then maximum (base
+  // 2) and sum. Unit 0: of all units that the CTA folded that has the first one.
+  float* data = nullptr;
+  int units = 0, rows = 0, pitch = 0;
+
+  static DensePartials of(const AttentionProblem& problem, const DecodeShape& shape, int64_t units) {
+    return {nullptr, static_cast<int>(units), std::min(static_cast<int>(shape.group * problem.queries), shape.tile_rows),
+            round_up(static_cast<int>(problem.head_dim_v), 2) + 2};
+  }
+  int64_t bytes(int64_t items) const { return items * units * rows * pitch * static_cast<int64_t>(sizeof(float)); }
+  __device__ __forceinline__ float* partial(int64_t item, int unit, int row) const {
+    return data + ((item * units + unit) * rows + row) * pitch;
+  }
+  __device__ __forceinline__ float2& state(float* partial) const { return *reinterpret_cast<float2*>(partial + pitch - 2); }
+};
+
+// Folds the partial results of the rows of a dense call, unless one CTA had all units.
+void merge_dense(const AttentionProblem& problem, const DensePartials& partials, const DecodeShape& shape, int ctas,
+                 CUstream_st* stream);
+
+// How many of a row's units the CTA has that has the first one. `item`: of all sequences.
+__device__ __forceinline__ int units_in_first_share(const DecodeSequence& s, const DecodeShape& shape, int sequences, int ctas,
+                                                    int item) {
+  const int begin = item * s.weight, size = DecodeShare::of_line(sequences * s.length(shape), shape.least_share, ctas, 0).size;
+  return min((begin / size + 1) * size - begin, s.weight);
+}
+
+// The results of a CTA's warps. Each warp folds every fourth row of them.
+template <class Element, int kHeadDim>
+class DenseFolder {
+ public:
+  static constexpr int kWarps = 4, kVectors = (kHeadDim + 127) / 128;  // of four columns, of a lane
+
+  __device__ __forceinline__ DenseFolder(const AttentionProblem& problem, const DensePartials& partials,
+                                         const DecodeShape& shape, const DenseShared& layout, char* shared)
+      : problem_(problem), partials_(partials), shape_(shape), layout_(layout), shared_(shared) {}
+
+  // Takes what the warp has of unit `unit` of a part, and clears it. All warps call it.
+  template <int kRowTiles, int kColumns>
+  __device__ __forceinline__ void add(const DecodeWalk& walk, int unit, const DecodeRows<kRowTiles>& rows,
+                                      Accumulator<kRowTiles, kColumns>& out, ScoreState (&states)[kRowTiles][2]) {
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    char* const first = results(is_second_ ? kWarps : 0);
+    char* const to = first + warp * layout_.warp_bytes<kHeadDim>();
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ScoreState& own = states[i][half];
+        own.sum += __shfl_xor_sync(~0u, own.sum, 1);
+        own.sum += __shfl_xor_sync(~0u, own.sum, 2);
+        const int row = 16 * i + 8 * half + quad();
+        if (row >= rows.count) continue;
+        if (lane_in_quad() == 0) states_of(to)[row] = {own.max, own.sum};
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j)
+          *reinterpret_cast<float2*>(outputs_of(to) + place_of(row, 8 * j + 2 * lane_in_quad())) = {out[i][j][2 * half],
+                                                                                                    out[i][j][2 * half + 1]};
+      }
+    clear(out);
+    for_each_state(states, [](ScoreState& state) { state = {}; });
+    __syncthreads();
+#pragma unroll 1
+    for (int r = warp; r < rows.count; r += kWarps) fold_row(walk, unit, rows, first, r);
+    // With two buffers, warps that have passed the next barrier have read this one's results.
+    if (layout_.buffers == 2)
+      is_second_ = !is_second_;
+    else
+      __syncthreads();
+  }
+
+ private:
+  __device__ __forceinline__ char* results(int index) const { return shared_ + index * layout_.warp_bytes<kHeadDim>(); }
+  // Of the row's units before, which the warp alone reads and writes.
+  __device__ __forceinline__ char* total() const { return results(layout_.buffers * kWarps); }
+  __device__ __forceinline__ static float* outputs_of(char* results) { return reinterpret_cast<float*>(results); }
+  __device__ __forceinline__ float2* states_of(char* results) const {
+    return reinterpret_cast<float2*>(results + layout_.rows * kHeadDim * 4);
+  }
+  // Groups of eight columns change places, so that four rows lie in different banks.
+  __device__ __forceinline__ static int place_of(int row, int column) { return row * kHeadDim + (column ^ (row % 4 * 8)); }
+
+  template <int kRowTiles>
+  __device__ __forceinline__ void fold_row(const DecodeWalk& walk, int unit, const DecodeRows<kRowTiles>& rows, char* first,
+                                           int r) {
+    const bool folds = walk.begins_item, ends = unit + 1 == walk.units, is_final = folds && ends && walk.ends_item;
+    ScoreState state;
+    float4 sum[kVectors];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) fold(state, sum, first + w * layout_.warp_bytes<kHeadDim>(), r, w == 0);
+    if (folds && unit > 0) {
+      ScoreState all;
+      float4 all_sum[kVectors];
+      fold(all, all_sum, total(), r, true);
+      const FoldFactors factors = fold_state(all, state);
+      state = all;
+      for_each_vector([&](int n, int) { sum[n] = folded(all_sum[n], sum[n], factors); });
+    }
+    if (folds && !ends) {
+      states_of(total())[r] = {state.max, state.sum};
+      for_each_vector(
+          [&](int n, int column) { *reinterpret_cast<float4*>(outputs_of(total()) + place_of(r, column)) = sum[n]; });
+      __syncwarp();
+    } else if (is_final) {
+      const CachedRow row = rows.place(r);
+      float* const lse = static_cast<float*>(problem_.lse);
+      const float scale = finish_row(problem_, row, state, lse && lane() == 0 ? lse + lse_index(problem_, row) : nullptr);
+      store_row_of_warp<Element, kHeadDim>(problem_, row, sum, scale);
+    } else {
+      const int64_t item = int64_t{walk.n} * (shape_.key_heads * shape_.row_tiles) + walk.item;
+      float* const to = partials_.partial(item, folds ? 0 : walk.first_unit + unit, r);
+      const int width = static_cast<int>(problem_.head_dim_v);
+      if (lane() == 0) partials_.state(to) = {state.max, state.sum};
+      for_each_vector([&](int n, int column) {
+        if (column < width) *reinterpret_cast<float2*>(to + column) = {sum[n].x, sum[n].y};
+        if (column + 2 < width) *reinterpret_cast<float2*>(to + column + 2) = {sum[n].z, sum[n].w};
+      });
+    }
+  }
+
+  template <class F>
+  __device__ __forceinline__ static void for_each_vector(F&& f) {
+#pragma unroll
+    for (int n = 0; n < kVectors; ++n)
+      if (const int column = 128 * n + 4 * lane(); kHeadDim % 128 == 0 || column < kHeadDim) f(n, column);
+  }
+  __device__ __forceinline__ static float4 folded(const float4& total, const float4& part, const FoldFactors& factors) {
+    return {factors.of(total.x, part.x), factors.of(total.y, part.y), factors.of(total.z, part.z), factors.of(total.w, part.w)};
+  }
+  // Folds the row of `from`, or begins with it.
+  __device__ __forceinline__ void fold(ScoreState& state, float4 (&sum)[kVectors], char* from, int row, bool begins) const {
+    const float2 one = states_of(from)[row];
+    FoldFactors factors{0, 1};
+    if (begins)
+      state = {one.x, one.y};
+    else
+      factors = fold_state(state, {one.x, one.y});
+    for_each_vector([&](int n, int column) {
+      const float4 x = *reinterpret_cast<const float4*>(outputs_of(from) + place_of(row, column));
+      sum[n] = begins ? x : folded(sum[n], x, factors);
+    });
+  }
+
+  const AttentionProblem& problem_;
+  const DensePartials& partials_;
+  const DecodeShape& shape_;
+  const DenseShared& layout_;
+  char* shared_;
+  bool is_second_ = false;  // buffer
+};
+
+// Of calls whose parts DecodeKernel::finish_part() merges.
+struct NoFolder {
+  template <class... Arguments>
+  __device__ __forceinline__ explicit NoFolder(const Arguments&...) {}
+  template <class... Arguments>
+  __device__ __forceinline__ void add(const Arguments&...) {}
+};
+
+}  // namespace flash_online::cuda
