@@ -150,7 +150,7 @@ def with_lowest(dtype, mask_dtype, device, keys=1100):
     return query, key, value, mask.to(device)
 
 
-@pytest.mark.parametrize("dtype, mask_dtype", [(d, m) for d in DTYPES[:3] for m in {d, torch.float32}], ids=str)
+@pytest.mark.parametrize("dtype, mask_dtype", [(d, m) for d in DTYPES[:3] for m in dict.fromkeys((d, torch.float32))], ids=str)
 def test_mask_of_lowest_numbers(dtype, mask_dtype, device):
     query, key, value, mask = with_lowest(dtype, mask_dtype, device)
     out, lse = run(query, key, value, mask=mask)
