@@ -19,27 +19,34 @@ constexpr int64_t kKeysPerKvSplit = 512, kMaxKvSplits = 64;  // where the kernel
 constexpr int64_t kKeysPerSum = 512;
 constexpr int64_t kManyRows = 16;  // a sequence with more queries per key head fills the machine without kv_splits
 
-// Adds up the lanes of each of n = kLanes vectors; v[0] gets the sums. Each step adds neighbours, whose sums are neighbours
-// again in the next step: first inside of 16 bytes, then whole 16 bytes, since such shuffles are the cheapest.
-template <class A, int n, size_t... Lane>
+// The lanes of kLanes vectors are added up in steps. Each adds neighbours, and their sums are neighbours in the next step:
+// first inside of 16 bytes, then whole 16 bytes, since such shuffles are the cheapest. After every step there are half as many
+// vectors; the last one has a sum in each lane.
+template <class A>
+constexpr int kPart = 16 / static_cast<int>(sizeof(A));
+
+// One step for the first `count` of n vectors; the sums are in the first half of these.
+template <class A, int n, int count, size_t... Lane>
 FLASH_ONLINE_INLINE void add_neighbours(Vector<A>* v, std::index_sequence<Lane...>) {
-  constexpr int lanes = kLanes<A>, part = 16 / static_cast<int>(sizeof(A)), parts = lanes / part;
-  constexpr bool kInside = n * part > lanes;
+  constexpr int lanes = kLanes<A>, part = kPart<A>, parts = lanes / part;
   // The lane of two vectors side by side that moves to `lane`: those with an even index, or an odd one.
   constexpr auto from = [](int lane, int odd) {
     const int at = lane / part, i = lane % part;
-    if constexpr (kInside) return (i < part / 2 ? 0 : lanes - part) + at * part + 2 * i + odd;
+    if constexpr (n * part > lanes) return (i < part / 2 ? 0 : lanes - part) + at * part + 2 * i + odd;
     return ((at < parts / 2 ? 0 : parts) + (2 * at + odd) % parts) * part + i;
   };
-  for (int i = 0; i < n / 2; ++i)
+  for (int i = 0; i < count / 2; ++i)
     v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], from(Lane, 0)...) +
            __builtin_shufflevector(v[2 * i], v[2 * i + 1], from(Lane, 1)...);
-  if constexpr (n > 2) add_neighbours<A, n / 2>(v, std::index_sequence<Lane...>());
 }
-template <class A>
-FLASH_ONLINE_INLINE Vector<A> sums_of(Vector<A> (&v)[kLanes<A>]) {
-  add_neighbours<A, kLanes<A>>(v, std::make_index_sequence<kLanes<A>>());
-  return v[0];
+
+// Steps that leave `left` of `count` vectors.
+template <class A, int n, int count, int left>
+FLASH_ONLINE_INLINE void add_lanes(Vector<A>* v) {
+  if constexpr (count > left) {
+    add_neighbours<A, n, count>(v, std::make_index_sequence<kLanes<A>>());
+    add_lanes<A, n / 2, count / 2, left>(v);
+  }
 }
 
 // The items of a call, sequence by sequence. If a sequence is cut into several kv_splits, each of its queries has a partial
@@ -128,8 +135,10 @@ struct BlockRows {
 template <int kCount, class K, class A>
 FLASH_ONLINE_INLINE void multiply_keys(const A* query, int64_t pitch, int64_t columns, const BlockRows<K>& keys, A* scores) {
   constexpr int kAtOnce = kCount == 1 ? kLanes<A> : std::min(kLanes<A>, kVectorBytes == 64 ? 4 : 2);
+  // The steps inside of 16 bytes are done at once, and leave fewer vectors than keys: registers would not hold all.
+  constexpr int kLeft = std::max(kAtOnce / kPart<A>, 1), kVectors = kLanes<A> / kAtOnce * kLeft;
   for (int64_t first = 0; first < kBlock; first += kLanes<A>) {
-    Vector<A> dot[kCount][kLanes<A>];
+    Vector<A> dot[kCount][kVectors];
     for (int first_lane = 0; first_lane < kLanes<A>; first_lane += kAtOnce) {
       Vector<A> sum[kCount][kAtOnce] = {};
       for (int64_t e = 0; e < columns; e += kLanes<A>) {
@@ -140,10 +149,15 @@ FLASH_ONLINE_INLINE void multiply_keys(const A* query, int64_t pitch, int64_t co
           for (int r = 0; r < kCount; ++r) sum[r][k] += q[r] * x;
         }
       }
-      for (int r = 0; r < kCount; ++r)
-        for (int k = 0; k < kAtOnce; ++k) dot[r][first_lane + k] = sum[r][k];
+      for (int r = 0; r < kCount; ++r) {
+        add_lanes<A, kLanes<A>, kAtOnce, kLeft>(sum[r]);
+        for (int i = 0; i < kLeft; ++i) dot[r][first_lane / kAtOnce * kLeft + i] = sum[r][i];
+      }
     }
-    for (int r = 0; r < kCount; ++r) store_vector(scores + r * kBlock + first, sums_of<A>(dot[r]));
+    for (int r = 0; r < kCount; ++r) {
+      add_lanes<A, kVectors, kVectors, 1>(dot[r]);
+      store_vector(scores + r * kBlock + first, dot[r][0]);
+    }
   }
 }
 
@@ -731,22 +745,21 @@ void clear_unused(const AttentionProblem& call, int64_t n) {
 }  // namespace
 
 // The most queries of a dense call that this kernel takes from `forward`. Its time grows with the queries; that of `forward`,
-// which has them in the lanes, is the same up to 16. Beyond the caches this kernel is ahead for longer, as it copies no keys
-// and values; the numbers are where it is ahead in every case: head dim 64, all keys in the caches. Products of pairs make
+// which has them in the lanes, is the same up to 16. The numbers are where this kernel is ahead even with all keys in the
+// caches, shared by eight heads; elsewhere it is ahead for longer, as it copies no keys and values. Products of pairs make
 // `forward` faster, and those of tiles once more.
 template <class E>
-constexpr int64_t most_queries() {
+constexpr int64_t most_queries(int64_t head_dim) {
 #if defined(__AMX_BF16__)
-  return kPaired<Operand<E>> ? 4 : 8;
-#else
-  return kPaired<Operand<E>> ? 6 : 8;
+  if (kPaired<Operand<E>>) return 4;
 #endif
+  return kPaired<Operand<E>> && head_dim <= 64 ? 7 : 8;
 }
 
 // The cut follows from the number of keys alone: a row has the same bits whatever other rows there are.
 int64_t few_rows_kv_splits(const AttentionProblem& problem) {
   int64_t most = 0;
-  visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) { most = most_queries<E>(); });
+  visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) { most = most_queries<E>(problem.head_dim); });
   if (problem.queries > most || !has_few_rows(problem)) return 0;
   return flash_online::kv_splits_of(problem.keys, kMaxKvSplits, kKeysPerKvSplit);
 }
