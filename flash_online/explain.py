@@ -328,6 +328,7 @@ def _scratch(operator: str, call: SimpleNamespace) -> int:
         strides = [(head, row, column) for row, head, column in strides]
         tables = 2 * (((sequences + 1) * 8 + 63) // 64 * 64)
     mask_dtype = "" if call.mask is None else _dtype_name(call.mask)
+    has_lse_low = not operator.startswith("attention_inference")
     return tables + introspect.attention_memory(
-        str(LIBRARY), _dtype_name(call.query), *shapes, *strides, mask_dtype, call.dropout_p, threads
+        str(LIBRARY), _dtype_name(call.query), *shapes, *strides, mask_dtype, call.dropout_p, has_lse_low, threads
     )

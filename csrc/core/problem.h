@@ -101,8 +101,8 @@ struct AttentionProblem {
   MutableView4 out;  // [batch, heads, queries, head_dim_v]
   // [batch, heads, queries], accumulator type, strides lse_stride; the natural logarithm; null: not wanted
   void* lse = nullptr;
-  // Shape and strides of lse; what rounding lse dropped. On CUDA it may be null: not wanted, and in the backward pass zeros,
-  // out and lse then being those of more keys, perhaps.
+  // Shape and strides of lse; what rounding lse dropped. In a dense forward pass, and on CUDA, it may be null: not wanted, and
+  // in CUDA's backward pass zeros, out and lse then being those of more keys, perhaps.
   void* lse_low = nullptr;
   int64_t lse_stride[2] = {};  // of batch and head, for all arrays with one scalar per query
 };

@@ -154,7 +154,7 @@ const Api& api_of(const std::string& library) {
 int64_t attention_memory(const std::string& library, const std::string& dtype, const std::vector<int64_t>& query,
                          const std::vector<int64_t>& key, const std::vector<int64_t>& value,
                          const std::vector<int64_t>& key_strides, const std::vector<int64_t>& value_strides,
-                         const std::string& mask, double dropout_p, int64_t threads) {
+                         const std::string& mask, double dropout_p, bool lse_low, int64_t threads) {
   const size_t rank = query.size();
   AttentionProblem problem;
   problem.dtype = dtypes().at(dtype);
@@ -169,6 +169,7 @@ int64_t attention_memory(const std::string& library, const std::string& dtype, c
     problem.value.stride[3 - i] = value_strides[rank - 1 - i];
   }
   if (!mask.empty()) problem.mask.data = &problem, problem.mask_dtype = dtypes().at(mask);  // any pointer, which is never read
+  if (lse_low) problem.lse_low = &problem;
   return api_of(library).attention_memory(problem, threads);
 }
 
@@ -234,9 +235,10 @@ PYBIND11_MODULE(_introspect, m) {
       py::arg("library"), "The build facts of the library at this path, which is loaded already: a dict.");
   m.def("attention_memory", attention_memory, py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"),
         py::arg("value"), py::arg("key_strides"), py::arg("value_strides"), py::arg("mask"), py::arg("dropout_p"),
-        py::arg("threads"),
+        py::arg("lse_low"), py::arg("threads"),
         "Bytes that attention's forward pass needs on the CPU beyond its results, for inputs [..., heads, length, head_dim] of "
-        "these shapes and strides; mask: the mask's dtype, or \"\" for none.");
+        "these shapes and strides; mask: the mask's dtype, or \"\" for none; lse_low: whether it is computed, for a backward "
+        "pass.");
   m.def(
       "attention_candidates", attention_candidates, py::arg("library"), py::arg("dtype"), py::arg("query"), py::arg("key"),
       py::arg("value"), py::arg("out"), py::arg("mask"), py::arg("alibi"), py::arg("sinks"), py::arg("lse_low"),

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "../core/few_rows.h"
 #include "../cpu/kernels.h"
 #include "../cuda/attention/attention.h"
 #include "../introspect/api.h"
@@ -37,7 +38,10 @@ static const char* build_info() {
 }
 
 static int64_t attention_memory(const AttentionProblem& problem, int64_t workers) {
-  const cpu::Memory memory = cpu::kernels().attention.forward_memory(problem);
+  const cpu::AttentionKernels& kernels = cpu::kernels().attention;
+  const int64_t kv_splits = kernels.few_rows_kv_splits(problem);
+  const cpu::Memory memory =
+      kv_splits > 0 ? kernels.cached_memory(as_cached(problem, kv_splits)) : kernels.forward_memory(problem);
   return workers * memory.scratch + memory.shared;
 }
 

@@ -287,7 +287,7 @@ FLASH_ONLINE_INLINE void store_results(const AttentionProblem& problem, const Qu
     // lse is computed in double, so that lse and lse_low together hold more digits than a float.
     const DoubleState<A> state{tile.has_double_max[i] ? tile.double_max[i] : tile.max[i], tile.sum[i]};
     static_cast<A*>(problem.lse)[offset + i] = state.lse();
-    static_cast<A*>(problem.lse_low)[offset + i] = state.lse_low();
+    if (problem.lse_low) static_cast<A*>(problem.lse_low)[offset + i] = state.lse_low();
   }
   for (int64_t i = 0; i < query.lanes; ++i) tile.rescale[i] = Softmax<A>{tile.max[i], tile.sum[i]}.inverse_sum_or_zero();
   store_transposed<E>(tile.out, kQueries, tile.rescale, query.rows, problem.head_dim_v,
@@ -484,6 +484,7 @@ const AttentionKernels attention_kernels = {
     .backward = backward,
     .cached_memory = cached_memory,
     .cached = cached,
+    .few_rows_kv_splits = few_rows_kv_splits,
     .append = append,
     .dropout_mask = dropout_mask,
     .merge = merge,

@@ -419,6 +419,7 @@ FLASH_ONLINE_INLINE void for_each_key_block(KeyRange range, int64_t first, int64
 
 // The kernels of the other files, which forward.cpp puts into the table of the instruction set.
 Memory cached_memory(const AttentionProblem& problem);
+int64_t few_rows_kv_splits(const AttentionProblem& problem);
 void cached(const AttentionProblem& problem, const Executor& executor);
 void append(const AppendProblem& problem, const Executor& executor);
 Memory backward_memory(const AttentionProblem& problem, const AttentionGradients& gradients);

@@ -1,6 +1,7 @@
 // The forward and backward pass of an attention call on a device, shared by our operators and torch's.
 #pragma once
 
+#include "../../core/few_rows.h"
 #include "../../cpu/kernels.h"
 #include "../../cuda/attention/attention.h"
 #include "../cuda_call.h"
@@ -22,8 +23,15 @@ struct AttentionOnCpu : Cpu {
     const cpu::AttentionKernels& kernels = cpu::kernels().attention;
     std::optional<CpuExecutor> executor;  // one for all problems: they differ only in their pointers
     call.for_each_problem(tensors, [&](const AttentionProblem& problem, const AttentionGradients&) {
-      if (!executor) executor.emplace(count_of(call.lse_sizes()), kernels.forward_memory(problem), call.inputs().query);
-      kernels.forward(problem, *executor);
+      const int64_t kv_splits = kernels.few_rows_kv_splits(problem), rows = count_of(call.lse_sizes());
+      if (kv_splits > 0) {
+        const AttentionProblem cached = as_cached(problem, kv_splits);
+        if (!executor) executor.emplace(rows * kv_splits, kernels.cached_memory(cached), call.inputs().query);
+        kernels.cached(cached, *executor);
+      } else {
+        if (!executor) executor.emplace(rows, kernels.forward_memory(problem), call.inputs().query);
+        kernels.forward(problem, *executor);
+      }
     });
   }
 
