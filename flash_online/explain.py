@@ -192,6 +192,11 @@ def _attention_call(operator: str, call: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(**{"mask": None, "alibi_slopes": None, "sinks": None, "dropout_p": 0.0, **vars(call)})
 
 
+def _has_lse_low(operator: str) -> bool:
+    """Returns whether an operator of _ATTENTION computes what a backward pass needs."""
+    return not operator.startswith("attention_inference")
+
+
 def _record():
     """A dispatch mode that records the names and arguments of our operators, and the output tensors of every operator with
     their labels."""
@@ -275,7 +280,7 @@ def _cuda_kernel(operator: str, call: SimpleNamespace) -> tuple[str, dict[str, s
         None if call.mask is None else (_dtype_name(call.mask), shape(call.mask)),
         call.alibi_slopes is not None,
         call.sinks is not None,
-        operator not in ("attention_inference", "attention_inference_with_options"),
+        _has_lse_low(operator),
         (call.cu_seqlens_q.shape[0] - 1, call.max_seqlen_q, call.max_seqlen_k) if packed else None,
         call.window_left,
         call.window_right,
@@ -328,7 +333,6 @@ def _scratch(operator: str, call: SimpleNamespace) -> int:
         strides = [(head, row, column) for row, head, column in strides]
         tables = 2 * (((sequences + 1) * 8 + 63) // 64 * 64)
     mask_dtype = "" if call.mask is None else _dtype_name(call.mask)
-    has_lse_low = not operator.startswith("attention_inference")
     return tables + introspect.attention_memory(
-        str(LIBRARY), _dtype_name(call.query), *shapes, *strides, mask_dtype, call.dropout_p, has_lse_low, threads
+        str(LIBRARY), _dtype_name(call.query), *shapes, *strides, mask_dtype, call.dropout_p, _has_lse_low(operator), threads
     )

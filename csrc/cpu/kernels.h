@@ -23,7 +23,7 @@ struct AttentionKernels {
   // Attention over cached keys (AttentionProblem::cache); cached_memory reads the lengths, too.
   Memory (*cached_memory)(const AttentionProblem&);
   void (*cached)(const AttentionProblem&, const Executor&);
-  // The kv_splits with which `cached` computes a forward pass of few rows over many keys (as_cached in core/few_rows.h); 0
+  // The kv_splits with which `cached` computes a forward pass of few rows over many keys (as_cached in core/cache.h); 0
   // where `forward` computes it.
   int64_t (*few_rows_kv_splits)(const AttentionProblem&);
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <string>
 
-#include "../core/few_rows.h"
+#include "../core/cache.h"
 #include "../cpu/kernels.h"
 #include "../cuda/attention/attention.h"
 #include "../introspect/api.h"

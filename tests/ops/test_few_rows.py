@@ -1,4 +1,4 @@
-"""Few rows over many keys without gradients, as in a step of generation (csrc/core/few_rows.h): kernels over cached keys take
+"""Few rows over many keys without gradients, as in a step of generation (csrc/core/cache.h): kernels over cached keys take
 these calls, on the CPU for every option, dtype and stride.
 
 "Few" is at most 64 rows per key head, "many" at least 512 keys. Such a row does not depend on the batch, on other heads and on

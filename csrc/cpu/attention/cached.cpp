@@ -5,7 +5,6 @@
 // A work item is some queries of one sequence and key head, over one kv_split of its keys (FlashDecoding: kv_splits run in
 // parallel and are merged afterwards). The kv_splits of a sequence depend on its own length alone.
 #include "../../core/cache.h"
-#include "../../core/few_rows.h"
 #include "../kernels.h"
 #include "work_items.h"
 

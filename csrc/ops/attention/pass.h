@@ -1,7 +1,7 @@
 // The forward and backward pass of an attention call on a device, shared by our operators and torch's.
 #pragma once
 
-#include "../../core/few_rows.h"
+#include "../../core/cache.h"
 #include "../../cpu/kernels.h"
 #include "../../cuda/attention/attention.h"
 #include "../cuda_call.h"

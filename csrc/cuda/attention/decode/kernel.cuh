@@ -86,13 +86,6 @@ __device__ __forceinline__ DecodeArguments dense_arguments(const DecodeArguments
   return dense;
 }
 
-// The arguments of any other call.
-__device__ __forceinline__ DecodeArguments all_arguments(const DecodeArguments& arguments) {
-  DecodeArguments all = arguments;
-  all.shape.unit_steps = 1;
-  return all;
-}
-
 // The address of a row of a partial that is to be merged: its outputs, then maximum and sum in two floats. Null: it is final.
 struct DecodePartialRow {
   float* data;
@@ -499,7 +492,7 @@ __global__ void __maxnreg__(kRowTiles == 1 && kHeadDim <= 128 ? 224 : 255)
   else if constexpr (kCalls == DecodeCalls::kDense)
     Kernel::template run<true>(dense_arguments(arguments), shared);
   else
-    Kernel::template run<false>(all_arguments(arguments), shared);
+    Kernel::template run<false>(arguments, shared);
 }
 
 }  // namespace flash_online::cuda
