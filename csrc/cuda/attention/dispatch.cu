@@ -148,7 +148,17 @@ int64_t few_rows_kv_splits(int64_t keys) {
   return std::clamp(std::max(std::min(keys / kFewKeys, kFew), keys / kKeys), kLeast, kMost);
 }
 
-// What takes a forward pass of few rows (core/cache.h) before the families of kForward, and the pass in its form.
+// Whether the decode family goes before those of kForward. It may only depend on what a row's bits may depend on, so that these
+// limits are where it is ahead of Hopper's forward kernel for 1 to 32 sequences; with many sequences, more rows or fewer keys
+// cost more than its kv_splits save (docs/lab/decode_dense.md).
+bool prefers_few_rows(const AttentionProblem& problem) {
+  if (!has_few_rows(problem)) return false;
+  const int64_t rows = problem.heads / problem.key_heads * problem.queries;
+  if (std::max(problem.head_dim, problem.head_dim_v) > 128) return rows <= 8 && problem.keys >= 4096;
+  return rows <= 16 && problem.keys >= (rows <= 8 ? 1024 : 2048);
+}
+
+// What then takes a forward pass, and the pass in its form.
 constexpr Family<ForwardPass> kFewRowsFamilies[] = {kCached[0]};
 ForwardPass few_rows_pass(const AttentionProblem& problem) { return {as_cached(problem, few_rows_kv_splits(problem.keys))}; }
 
@@ -228,7 +238,7 @@ __global__ void dropout_mask(const __grid_constant__ DropoutProblem problem) {
 
 Plan<ForwardPass> plan_forward(const AttentionProblem& problem) {
   if (has_no_queries(problem)) return {};
-  if (has_few_rows(problem)) {
+  if (prefers_few_rows(problem)) {
     const ForwardPass pass = few_rows_pass(problem);
     if (const Instance<ForwardPass>* const instance = choose(kFewRowsFamilies, pass, current_gpu()))
       return plan(*instance, pass);
@@ -250,7 +260,7 @@ int64_t plans_made() { return plan_count.load(std::memory_order_relaxed); }
 
 Candidates forward_candidates(const AttentionProblem& problem, const Gpu& gpu) {
   Candidates list;
-  if (has_few_rows(problem)) choose(kFewRowsFamilies, few_rows_pass(problem), gpu, &list);
+  if (prefers_few_rows(problem)) choose(kFewRowsFamilies, few_rows_pass(problem), gpu, &list);
   choose(kForward, ForwardPass{with_groups_as_rows(problem)}, gpu, &list);
   return list;
 }
