@@ -124,10 +124,13 @@ def attention(
     if others:
         raise unexpected_keyword("attention", next(iter(others)))
     softcap = none_as_zero(softcap)
-    plain = mask is window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left"
+    plain = window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left"
     plain = plain and type(softcap) in NUMBERS and type(dropout_p) in NUMBERS and type(causal) is bool
     if plain and not (softcap or dropout_p or return_lse):
-        out = try_fast_path(query, key, value, causal, scale, True)
+        if mask is None:
+            out = try_fast_path(query, key, value, causal, scale, True)
+        else:
+            out = try_fast_masked(query, key, value, mask, causal, scale, True)
         if out is not None:
             return out
     check_attention(
@@ -159,6 +162,7 @@ def attention(
 # | path                | tensors                    | options               | derivatives                            |
 # |---------------------|----------------------------|-----------------------|----------------------------------------|
 # | _run_inference      | plain (try_fast_path)      | causal, scale         | none                                   |
+# | ..._with_options    | plain (try_fast_masked)    | mask, causal, scale   | none                                   |
 # | _lean_attention     | plain (try_fast_path)      | causal, scale         | autograd, outside torch.func           |
 # | attention_inference | canonicalized              | causal, scale         | none, or the dispatcher's              |
 # | ..._with_options    | canonicalized              | all but dropout       | none, or the dispatcher's              |
@@ -191,6 +195,38 @@ def try_fast_path(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale
             tensors = unwrap_if_dead(query), unwrap_if_dead(key), unwrap_if_dead(value)
             return _lean_attention(*tensors, (causal, scale, tf32))
         return _run_inference(query, key, value, causal, scale, tf32)
+    except RuntimeError as error:
+        raise surfaced(error, query) from None
+
+
+def try_fast_masked(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, causal: bool, scale: float | None, groups: bool
+) -> Tensor | None:
+    """`try_fast_path` with a bool mask, or one of query's dtype, for calls without a gradient: steps of generation over padded
+    or static caches. The mask has the scores' rank and broadcasts to them."""
+    if type(mask) is not Tensor or mask.layout is not torch.strided or mask.is_nested:
+        return None
+    if not are_plain("scaled_dot_product_attention", query, (key, value)):
+        return None
+    if is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad or mask.requires_grad):
+        return None
+    shape, key_shape, value_shape, mask_shape, dtype = query.shape, key.shape, value.shape, mask.shape, mask.dtype
+    if dtype is not torch.bool and dtype is not query.dtype:
+        return None
+    if mask.get_device() != query.get_device() or mask.is_cpu is not query.is_cpu:  # meta has the CPU's number
+        return None
+    if len(shape) != 4 or len(mask_shape) != 4 or not _shapes_fit(shape, key_shape, value_shape, groups):
+        return None
+    full = (*shape[:3], key_shape[2])
+    if 0 in full or any(size != 1 and size != most for size, most in zip(mask_shape, full, strict=True)):
+        return None
+    if scale is None:
+        scale = default_scale(shape[-1])
+    elif type(scale) is not float:
+        return None
+    options = (mask, None, None, -1, 0 if causal else -1, False, scale, 0.0, tf32_for(query))
+    try:
+        return _run_inference_with_options(query, key, value, *options)[0]
     except RuntimeError as error:
         raise surfaced(error, query) from None
 

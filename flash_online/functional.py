@@ -24,7 +24,7 @@ from ._ops import InvalidArgument
 from ._patches import describe, shards
 from ._plain import NUMBERS
 from ._policy import dropout_refusal, forward_to_torch, require_kernel, why_forwarded
-from .attention import attention_impl, try_fast_path
+from .attention import attention_impl, try_fast_masked, try_fast_path
 from .cross_entropy import check_cross_entropy, cross_entropy_impl, reduction_enum, try_fast_cross_entropy
 from .linear_cross_entropy import check_linear_cross_entropy, linear_cross_entropy_impl
 from .softmax import softmax_impl, try_fast_softmax
@@ -127,6 +127,16 @@ def scaled_dot_product_attention(
     plain = attn_mask is None and type(dropout_p) in NUMBERS and not dropout_p
     if plain and type(is_causal) is bool is type(enable_gqa):
         out = try_fast_path(query, key, value, is_causal, scale, enable_gqa)
+        if out is not None:
+            return out
+    elif (
+        attn_mask is not None
+        and is_causal is False
+        and type(enable_gqa) is bool
+        and type(dropout_p) in NUMBERS
+        and not dropout_p
+    ):
+        out = try_fast_masked(query, key, value, attn_mask, False, scale, enable_gqa)
         if out is not None:
             return out
     tensors = (query, key, value, attn_mask)

@@ -27,6 +27,7 @@ class VisibleKeys:
         starts: bool `[B, L]`, True where a document or chunk begins (queries see only their own), or None.
         chunked: `starts` has chunk starts too, not only documents.
         dense: makes the bool mask `[B, 1, L, S]` by the host's own function.
+        is_plain: a causal rule and padding are all there is.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class VisibleKeys:
         self.causal, self.window, self.lower_right, self.used_keys = causal, window, lower_right, used_keys
         self.padding, self.starts, self.chunked, self.documents, self.dense = padding, starts, chunked, documents, dense
         self.packed: tuple[Tensor, int] | None = None
+        self.is_plain = window is used_keys is starts is None and not documents
 
     def cu_seqlens(self) -> tuple[Tensor, int]:
         """int32 `[documents + 1]`, the first row of each document among the B L tokens, and the longest document's length.

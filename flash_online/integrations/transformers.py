@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import attention, default_scale
+from .._plain import is_compiling
+from ..attention import attention, default_scale, try_fast_masked, try_fast_path
 from ..kvcache import kvcache_attention
 from ..varlen import varlen_attention
 from ._fused_loss import fuse_loss
@@ -109,6 +110,12 @@ def attend(
         NotImplementedError: attention weights, paged caches, sparse attention by indices, sinks in another form.
         ValueError: contradictory arguments, or a mask of another form.
     """
+    if not (softcap or deterministic or (dropout and module.training)) and (
+        s_aux is position_bias is cu_seq_lens_q is cu_seq_lens_k is max_length_q is max_length_k is None
+    ):
+        out = _attend_plainly(module, query, key, value, attention_mask, scaling, others)
+        if out is not None:
+            return out, None
     _refuse(module, query, s_aux, others)
     dropout = float(dropout) if module.training else 0.0
     options: dict[str, Any] = {"softcap": float(softcap or 0.0), "sinks": s_aux, "dropout_p": dropout, "scale": scaling}
@@ -147,6 +154,49 @@ def attend(
     return attention(query, key, value, mask=mask, **options).transpose(1, 2).contiguous(), None
 
 
+_REFUSED = frozenset(("output_attentions", "cache", "indices", "block_indices", "sinks"))
+
+
+def _attend_plainly(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Any,
+    scale: float | None,
+    others: dict[str, Any],
+) -> Tensor | None:
+    """Attention of a call without options, in a third of the time that all checks take: `[B, L, Hq, Ev]`. None for any other
+    call, and for the CPU's steps over few keys; `attend` finds the errors."""
+    if is_compiling() or type(visible) is not VisibleKeys or not visible.is_plain or _has_sinks(module):
+        return None
+    if any(others[name] is not None and others[name] is not False for name in _REFUSED & others.keys()):
+        return None
+    shape, key_shape, padding = query.shape, key.shape, visible.padding
+    if len(shape) != 4 or len(key_shape) != 4 or key_shape[2] != visible.keys:
+        return None
+    queries, keys = shape[2], visible.keys
+    causal = visible.causal and not (queries == 1 and (visible.lower_right or keys == 1))
+    if causal and not (queries == visible.queries == keys):
+        return None
+    if padding is None:
+        if keys < _MANY_KEYS and _is_step(query, key, _NO_DROPOUT):
+            return None
+        out = try_fast_path(query, key, value, causal, scale, True)
+    else:
+        out = try_fast_masked(query, key, value, padding, causal, scale, True)
+    return None if out is None else out.transpose(1, 2).contiguous()
+
+
+def _has_sinks(module: torch.nn.Module) -> bool:
+    """Returns whether `module.sinks` is not None; a module looks for a name that it has not for a microsecond."""
+    members = module.__dict__
+    if "_parameters" not in members:
+        return getattr(module, "sinks", None) is not None
+    held = (members, members["_parameters"], members["_buffers"], members["_modules"])
+    return any(place.get("sinks") is not None for place in held) or getattr(type(module), "sinks", None) is not None
+
+
 def _refuse(module: torch.nn.Module, query: Tensor, s_aux: Tensor | None, others: dict[str, Any]) -> None:
     """Raises for unsupported arguments that would change the result."""
     if others.get("output_attentions"):
@@ -160,7 +210,7 @@ def _refuse(module: torch.nn.Module, query: Tensor, s_aux: Tensor | None, others
         if others.get(name) is not None:
             what = "sinks other than one number per head" if name == "sinks" else "sparse attention over chosen keys"
             raise NotImplementedError(f"{name}: {what} ({type(module).__name__}) is not supported. {_EAGER}")
-    if s_aux is None and getattr(module, "sinks", None) is not None:
+    if s_aux is None and _has_sinks(module):
         raise NotImplementedError(f"s_aux: {type(module).__name__} has sinks but does not pass them. {_EAGER}")
     if query.dim() != 4:
         raise ValueError(f"query: expected [batch, heads, queries, width], got {list(query.shape)}")
@@ -251,6 +301,8 @@ def _attend_rule(
 
 
 _FEW_ROWS = 16  # per key head
+_MANY_KEYS = 512  # from here on `attention` itself runs in that kernel
+_NO_DROPOUT = {"dropout_p": 0.0}
 
 
 def _is_step(query: Tensor, key: Tensor, options: dict[str, Any]) -> bool:

@@ -28,6 +28,10 @@ TARGET = torch.tensor([0, 3, 1])
 # name -> (a fast path as a function of one tensor, the tensor's shape)
 PATHS = {
     "attention": (lambda x: attention_module.try_fast_path(x, x, x, False, None, False), (2, 4, 3, 8)),
+    "scaled_dot_product_attention": (
+        lambda x: attention_module.try_fast_masked(x, x, x, torch.ones(2, 1, 1, 3, dtype=torch.bool), False, None, False),
+        (2, 4, 3, 8),
+    ),
     "softmax": (lambda x: try_fast_softmax("softmax", x, -1, False), (3, 4)),
     "cross_entropy": (lambda x: try_fast_cross_entropy(x, TARGET, None, -100, "mean", 0.0), (3, 4)),
 }
@@ -137,12 +141,64 @@ def test_attention_of_groups_of_heads():
     assert attention_module.try_fast_path(*call, True) is not None
 
 
+MASKS = {
+    "bool": torch.rand(2, 1, 1, 5) < 0.6,
+    "float": torch.randn(2, 4, 3, 5),
+    "of one number": torch.zeros(1, 1, 1, 1),
+    "strides": torch.randn(1, 4, 5, 3).mT,
+}
+OTHER_MASKS = {
+    "rank 2": torch.ones(3, 5, dtype=torch.bool),
+    "another dtype": torch.zeros(1, 1, 1, 5, dtype=torch.float64),
+    "integers": torch.zeros(1, 1, 1, 5, dtype=torch.int64),
+    "another length": torch.zeros(1, 1, 1, 4),
+    "more heads": torch.zeros(1, 8, 1, 5),
+    "a gradient": torch.zeros(1, 1, 1, 5, requires_grad=True),
+    "a subclass": Parameter(torch.zeros(1, 1, 1, 5), requires_grad=False),
+    "sparse": torch.zeros(1, 1, 1, 5).to_sparse(),
+    "meta": torch.zeros(1, 1, 1, 5, device="meta"),
+    "a list": [[[[0.0] * 5]]],
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_attention_under_a_mask(mask, causal):
+    """The results have the bits of the long way, which a call with an lse takes."""
+    key, value = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6)
+    found = attention_module.try_fast_masked(Q, key, value, mask, causal, 0.3, True)
+    expected, _ = flash_online.attention(Q, key, value, mask=mask, causal=causal, scale=0.3, return_lse=True)
+    assert torch.equal(found, expected)
+    assert torch.equal(flash_online.attention(Q, key, value, mask=mask, causal=causal, scale=0.3), expected)
+    if not causal:
+        found = F.scaled_dot_product_attention(Q, key, value, mask, scale=0.3, enable_gqa=True)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("mask", OTHER_MASKS.values(), ids=OTHER_MASKS)
+def test_attention_under_other_masks(mask):
+    key = torch.randn(2, 4, 5, 8)
+    assert attention_module.try_fast_masked(Q, key, key, mask, False, None, False) is None
+
+
+@pytest.mark.parametrize("call", [*OTHER_ATTENTION.values(), (Q, Q[:, :, :0], Q[:, :, :0]), (Q[:, :, :0], Q, Q)])
+def test_other_attention_under_a_mask(call):
+    mask = torch.zeros(1, 1, 1, 1)
+    assert attention_module.try_fast_masked(*call, mask, False, None, True) is None
+    leaf = Q.clone().requires_grad_()
+    assert attention_module.try_fast_masked(leaf, Q, Q, mask, False, None, True) is None
+    with torch.no_grad():
+        assert attention_module.try_fast_masked(leaf, Q, Q, mask, False, None, True) is not None
+
+
 ATTENTIONS = (F.scaled_dot_product_attention, flash_online.attention)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("a launch failed")], ids=repr)
 @pytest.mark.parametrize("function", ATTENTIONS)
-@pytest.mark.parametrize("operator", ["_run_inference", "_run_training", "_run_training_backward"])
+@pytest.mark.parametrize(
+    "operator", ["_run_inference", "_run_inference_with_options", "_run_training", "_run_training_backward"]
+)
 def test_attention_raises_an_error_of_the_operator_once(operator, function, error, monkeypatch):
     calls = []
 
@@ -150,7 +206,9 @@ def test_attention_raises_an_error_of_the_operator_once(operator, function, erro
         calls.append(args)
         raise error
 
-    query = torch.randn(1, 2, 3, 4, requires_grad=operator != "_run_inference")
+    query = torch.randn(1, 2, 3, 4, requires_grad=operator.startswith("_run_training"))
+    mask = torch.zeros(1, 1, 3, 3) if operator == "_run_inference_with_options" else None
+    name = "mask" if function is flash_online.attention else "attn_mask"
     out = function(query, query, query) if operator == "_run_training_backward" else None
     if operator == "_run_training_backward":  # in a cell of the Function that `lean` has built
         backward = attention_module._lean_attention.__self__.backward
@@ -159,7 +217,7 @@ def test_attention_raises_an_error_of_the_operator_once(operator, function, erro
     else:
         monkeypatch.setattr(attention_module, operator, fail)
     with pytest.raises(type(error), match=str(error)):
-        function(query, query, query) if out is None else out.sum().backward()
+        function(query, query, query, **{name: mask}) if out is None else out.sum().backward()
     assert len(calls) == 1
 
 
