@@ -107,16 +107,15 @@ FLASH_ONLINE_HD Sequence with_keys(Sequence sequence, const Rows& keys) {
 
 // ---- Dense keys ------------------------------------------------------------------------------------------------------------
 
-// A dense call of few rows over many keys, as a step of generation makes it, runs over cached keys: the work of one row is then
-// spread over many SMs or threads. The tensors are a contiguous cache as they lie.
+// A dense call of few rows, as a step of generation makes it, may run over cached keys: the work of one row is then spread over
+// many SMs or threads. The tensors are a contiguous cache as they lie. Each device says from how many keys on it is faster.
 constexpr int64_t kFewRows = 64;  // of the query heads that share a key head, over all queries
-constexpr int64_t kManyKeys = 512;
 
-// Returns whether a forward pass has few rows over many keys. One that a backward pass follows has not: its rows have the bits
-// that they have in a longer call (docs/api.md, row independence).
+// Returns whether a forward pass has few rows. One that a backward pass follows has not: its rows have the bits that they have
+// in a longer call (docs/accuracy.md, row independence).
 constexpr bool has_few_rows(const AttentionProblem& problem) {
   return !problem.query_starts && !problem.lse_low && problem.dropout == 0 && problem.key_heads > 0 &&
-         problem.key_heads == problem.value_heads && problem.batch > 0 && problem.queries > 0 && problem.keys >= kManyKeys &&
+         problem.key_heads == problem.value_heads && problem.batch > 0 && problem.queries > 0 && problem.keys > 0 &&
          problem.heads / problem.key_heads * problem.queries <= kFewRows;
 }
 

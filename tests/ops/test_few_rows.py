@@ -1,8 +1,8 @@
-"""Few rows over many keys without gradients, as in a step of generation (csrc/core/cache.h): kernels over cached keys take
-these calls, on the CPU for every option, dtype and stride.
+"""Few rows without gradients, as in a step of generation (csrc/core/cache.h): kernels over cached keys take these calls, on the
+CPU for every option, dtype and stride, on CUDA where docs/design/decode_dense.md says.
 
-"Few" is at most 64 rows per key head, "many" at least 512 keys. Such a row does not depend on the batch, on other heads and on
-threads, but need not have the bits of the same row in a longer call.
+"Few" is at most 64 rows per key head. Such a row does not depend on the batch, on other heads and on threads, but need not have
+the bits of the same row in a longer call.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_heads_and_batches(heads, queries, batch, device):
     check(device, batch=batch, heads=heads, lengths=(queries, 600), mask="bool", mask_shape=(1, 1, 1, 1), seed=queries)
 
 
-@pytest.mark.parametrize("keys", [511, 512, 513, 1023, 1024, 1025, 4097, 33000])
+@pytest.mark.parametrize("keys", [1, 15, 16, 17, 63, 511, 512, 513, 1023, 1024, 1025, 4097, 33000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_lengths(dtype, keys, device):
     check(device, dtype=dtype, batch=(1,), heads=(2, 1, 1), lengths=(1, keys), head_dims=(16, 16))
