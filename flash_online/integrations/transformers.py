@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._plain import is_compiling
 from ..attention import attention, default_scale, try_fast_masked, try_fast_path
+from ..kvcache import kvcache_attention
 from ..varlen import varlen_attention
 from ._fused_loss import fuse_loss
 from ._transformers_masks import _NO_BOUND, VisibleKeys, visible_keys
@@ -166,7 +167,7 @@ def _attend_plainly(
     others: dict[str, Any],
 ) -> Tensor | None:
     """Attention of a call without options, in a third of the time that all checks take: `[B, L, Hq, Ev]`. None for any other
-    call; `attend` finds the errors."""
+    call, and for the CPU's steps over few keys; `attend` finds the errors."""
     if is_compiling() or type(visible) is not VisibleKeys or not visible.is_plain or _has_sinks(module):
         return None
     if any(others[name] is not None and others[name] is not False for name in _REFUSED & others.keys()):
@@ -179,6 +180,8 @@ def _attend_plainly(
     if causal and not (queries == visible.queries == keys):
         return None
     if padding is None:
+        if keys < _MANY_KEYS and _is_step(query, key, _NO_DROPOUT):
+            return None
         out = try_fast_path(query, key, value, causal, scale, True)
     else:
         out = try_fast_masked(query, key, value, padding, causal, scale, True)
@@ -288,9 +291,26 @@ def _attend_rule(
             mask, options = bias, options | {"scale": scale}
         else:
             mask = bias if mask is None else _with_bias(mask, bias)
+    if mask is None and _is_step(query, key, options) and (visible.lower_right or queries == keys or not (causal or window)):
+        kept = {name: options[name] for name in ("softcap", "sinks", "scale")}
+        out = kvcache_attention(query, key, value, None, causal=causal, window=window, **kept)
+        return out.transpose(1, 2).contiguous()
     alignment = "lower_right" if lower_right else "upper_left"
     out = attention(query, key, value, mask=mask, causal=causal, window=window, alignment=alignment, **options)
     return out.transpose(1, 2).contiguous()
+
+
+_FEW_ROWS = 16  # per key head
+_MANY_KEYS = 256  # from here on `attention` itself runs in that kernel
+_NO_DROPOUT = {"dropout_p": 0.0}
+
+
+def _is_step(query: Tensor, key: Tensor, options: dict[str, Any]) -> bool:
+    """Whether the CPU's kernel for few rows is faster: it reads keys in place, the general kernel copies them."""
+    if query.device.type != "cpu" or torch.is_grad_enabled() or options["dropout_p"]:
+        return False
+    heads, key_heads = query.shape[1], key.shape[1]
+    return key_heads > 0 and query.shape[2] * heads <= _FEW_ROWS * key_heads
 
 
 def _window(visible: VisibleKeys, length: int) -> tuple[int | None, int | None] | None:
