@@ -376,11 +376,12 @@ def training_page(record: dict) -> list[str]:
 
 
 def models_page(record: dict) -> list[str]:
-    """A row per model, length and pass: milliseconds and GiB of each implementation, and our speedup."""
-    lines = [*heading(record), "", f"transformers {record['transformers']}, {record['results'][0]['dtype']}, one sequence."]
+    """A row per model, length and pass: milliseconds and GiB of each implementation, and our speedup. Then generation."""
+    results = [result for result in record["results"] if result["family"] == "models"]
+    lines = [*heading(record), "", f"transformers {record['transformers']}, {results[0]['dtype']}, one sequence."]
     names, rows = record["implementations"], []
     peers = [name for name in names if name != OURS]
-    for result in record["results"]:
+    for result in results:
         for what in ("prefill", "step"):
             entries = {n: result["providers"].get(n, {}) for n in names}
             took = {n: e[f"{what}_ms"] for n, e in entries.items() if f"{what}_ms" in e}
@@ -391,4 +392,23 @@ def models_page(record: dict) -> list[str]:
             faster = [times(took[p] / took[OURS]) if p in took and OURS in took else "-" for p in peers]
             rows.append([result["kind"], str(result["sizes"]["L"]), what, *cells, *faster])
     head = ["model", "L", "ms / GiB", *names, *(f"x {peer}" for peer in peers)]
-    return [*lines, "", *table(head, rows)]
+    return [*lines, "", *table(head, rows), *generation_table(record)]
+
+
+def generation_table(record: dict) -> list[str]:
+    """A row per prompt and cache: milliseconds of the prompt and of a token, and our speedup over the fastest peer."""
+    results, rows = [result for result in record["results"] if result["family"] == "generation"], []
+    names = list(dict.fromkeys(name for result in results for name in (*result["providers"], *result["unavailable"])))
+    ours = [name for name in names if name.startswith(OURS)]
+    for result in results:
+        found = result["providers"]
+        row = [result["options"]["cache"], str(result["sizes"]["B"]), str(result["sizes"]["L"])]
+        row += [pair((found[n]["prompt_ms"], found[n]["token_ms"])) if n in found else "-" for n in names]
+        for what in ("prompt_ms", "token_ms"):
+            best = min((entry[what] for name, entry in found.items() if name not in ours), default=None)
+            row += [times(best / found[n][what]) if best and n in found else "-" for n in ours]
+        rows.append(row)
+    if not rows:
+        return []
+    head = ["cache", "B", "prompt", *names, *(f"x the fastest peer, {what}: {n}" for what in ("prompt", "token") for n in ours)]
+    return ["", "Llama 3, generation: ms of the prompt / of a token.", "", *table(head, rows)]

@@ -6,31 +6,53 @@ of 1024 keys in five of six layers). One sequence of 8192 or 32768 tokens, witho
 without gradients, and a training step, which is the forward and backward pass of all layers, without an LM head. CUDA events
 time them; memory is the allocator's peak in addition to model and input.
 
-First, the output and a gradient of every implementation are compared with the model in float32 with eager attention, at a
-length for which it fits: the error may be at most 1.5 times the error of eager attention in bfloat16.
+Generation: Llama 3's sizes, 1 or 16 prompts of 1024 to 32768 tokens, a dynamic and a static cache; the prompt and a token
+apart, until the device has finished, so that the host's part counts. sdpa is torch's choice of a backend, and each backend
+that takes the calls; ours is `override()` of torch's function, and the implementation that `register()` adds.
+
+First, the output and a gradient, or a generated step's output, of every implementation are compared with the model in float32
+with eager attention, at a length for which it fits: the error may be at most 1.5 times the error of eager attention in
+bfloat16.
 """
 
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
+import flash_online
 from flash_online.testing import peak_extra_bytes
 
 from . import harness
+from .attention.summary import CUDNN, EFFICIENT
 from .attention_pages import models_page
 from .case import Case
-from .summary import OURS
-from .timing import call_timer, interleave
+from .decode.peers import only
+from .summary import FLASH, OURS
+from .timing import Timer, call_timer, interleave
 
 LENGTHS, CHECKED_LENGTH = (8192, 32768), 1024
+PROMPTS, BATCHES, CACHES = (1024, 8192, 32768), (1, 16), ("dynamic", "static")
+NEW_TOKENS = 8  # of a sample
 MAX_DISTANCE, MAX_FLOAT32_DISTANCE = 1.5, 1e-5  # relative to eager attention's distance; relative, for float32 models
 IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", OURS: "online_attention"}
+OVERRIDE = f"{OURS} by override"
+# Of generation: the implementation, and the setting around its calls.
+GENERATORS = {
+    "sdpa": ("sdpa", nullcontext),
+    CUDNN: ("sdpa", lambda: only(SDPBackend.CUDNN_ATTENTION)),
+    FLASH: ("sdpa", lambda: only(SDPBackend.FLASH_ATTENTION)),
+    EFFICIENT: ("sdpa", lambda: only(SDPBackend.EFFICIENT_ATTENTION)),
+    OVERRIDE: ("sdpa", flash_online.override),
+    OURS: ("online_attention", nullcontext),
+}
 NO_MEMORY, REFUSED, REFUSAL = "out of memory", "refused by transformers", "does not support"
 
 
@@ -47,6 +69,12 @@ def config_of(name: str, tiny: bool):
     """The configuration of a model; `tiny` shrinks all but its structure, for a run without a GPU."""
     import transformers
 
+    if name == "Llama 3":
+        sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+        small = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+        return transformers.LlamaConfig(
+            **(small if tiny else sizes), num_hidden_layers=2 if tiny else 4, vocab_size=1024, max_position_embeddings=131072
+        )
     if name == "gpt-oss":
         sizes = dict(hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64)
         small = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
@@ -161,19 +189,127 @@ def measure(case: ModelCase, rounds: int, device: str) -> dict:
     return result
 
 
+# --- Generation --------------------------------------------------------------------------------------------------------------
+
+
+class Generation:
+    """A model, its cache after a prompt, and the steps that follow; the cache is rewound before each sample."""
+
+    def __init__(self, model: nn.Module, prompt: Tensor, cache: str, implementation: str):
+        self.model, self.prompt, self.kind, self.implementation = model, prompt, cache, implementation
+        self.cache = None
+
+    def read_prompt(self) -> Tensor:
+        import transformers
+
+        self.model.set_attn_implementation(self.implementation)
+        if self.kind == "static":
+            length = self.prompt.shape[1] + NEW_TOKENS
+            self.cache = transformers.StaticCache(config=self.model.config, max_cache_len=length)
+        else:
+            self.cache = transformers.DynamicCache()
+        return self._forward(self.prompt)
+
+    def generate(self) -> Tensor:
+        """The last of NEW_TOKENS steps' output."""
+        self.model.set_attn_implementation(self.implementation)
+        length = self.prompt.shape[1]
+        for layer in self.cache.layers:
+            if self.kind == "static":
+                layer.cumulative_length.fill_(length)
+            elif layer.get_seq_length() > length:
+                layer.crop(length - layer.get_seq_length())
+        token = self.prompt[:, :1]
+        for _ in range(NEW_TOKENS):
+            out = self._forward(token)
+        return out
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.model(tokens, past_key_values=self.cache, use_cache=True).last_hidden_state
+
+
+class WholeTimer(Timer):
+    """Seconds of one call until the device has finished."""
+
+    def _on_cuda(self) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.call()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def check_generation(case: ModelCase, model: nn.Module, device: str) -> None:
+    """Compares the last step's output after a short prompt, as `check` does."""
+    prompt = torch.randint(0, 1024, (2, CHECKED_LENGTH if device == "cuda" else case.sizes["L"]), device=device)
+    wide, found = copy.deepcopy(model).float(), {}
+    for name, (implementation, setting) in {"eager": ("eager", nullcontext), **GENERATORS}.items():
+        generation = Generation(model, prompt, case.options["cache"], implementation)
+        try:
+            with setting():
+                generation.read_prompt()
+                found[name] = generation.generate().float()
+        except RuntimeError:  # a backend that does not take the calls; `measure_generation` says so
+            continue
+    generation = Generation(wide, prompt, case.options["cache"], "eager")
+    generation.read_prompt()
+    truth = generation.generate()
+    distance = {name: ((out - truth).norm() / truth.norm()).item() for name, out in found.items()}
+    most = max(MAX_DISTANCE * distance["eager"], MAX_FLOAT32_DISTANCE)
+    for name, own in distance.items():
+        assert own <= most, f"{name}, {case.title}: {own:.3g} from float32, eager attention {distance['eager']:.3g}"
+
+
+def measure_generation(case: ModelCase, rounds: int, device: str) -> dict:
+    model, result = make_model(case.options["model"], device, case.dtype).eval(), case.head() | {"rounds": rounds}
+    check_generation(case, model, device)
+    prompt = torch.randint(0, 1024, (case.sizes["B"], case.sizes["L"]), device=device)
+    timers = {}
+    for name, (implementation, setting) in GENERATORS.items():
+        generation = Generation(model, prompt, case.options["cache"], implementation)
+        try:
+            with setting():
+                generation.read_prompt()
+                generation.generate()
+        except torch.OutOfMemoryError:
+            result["unavailable"][name] = NO_MEMORY
+        except RuntimeError as refusal:
+            result["unavailable"][name] = str(refusal).splitlines()[0][:60]
+        else:
+            timers[name, "prompt"] = WholeTimer(generation.read_prompt, setting, device)
+            timers[name, "token"] = WholeTimer(generation.generate, setting, device)
+    interleave(list(timers.values()), 0, rounds)
+    for (name, what), timer in timers.items():
+        steps = NEW_TOKENS if what == "token" else 1
+        result["providers"].setdefault(name, {})[f"{what}_ms"] = 1e3 * timer.median / steps
+    return result
+
+
 def line(result: dict) -> str:
     return f"{result['case']}: " + "; ".join(
         f"{name} " + " ".join(f"{k} {v:.4g}" for k, v in entry.items()) for name, entry in result["providers"].items()
     )
 
 
+def cases_of(device: str) -> list[ModelCase]:
+    dtype, lengths = (torch.bfloat16, LENGTHS) if device == "cuda" else (torch.float32, (64,))
+    prompts, batches = (PROMPTS, BATCHES) if device == "cuda" else ((64,), (2,))
+    models = [ModelCase("models", {"B": 1, "L": n}, {"model": m}, dtype) for m in ("gpt-oss", "Gemma 3") for n in lengths]
+    return models + [
+        ModelCase("generation", {"B": batch, "L": length}, {"model": "Llama 3", "cache": cache}, dtype)
+        for cache in CACHES
+        for batch in batches
+        for length in prompts
+    ]
+
+
 def run(device: str, facts: dict, path: Path) -> int:
     """Measures on a GPU; on the CPU it checks itself with tiny float32 models."""
     import transformers
 
-    dtype, lengths = (torch.bfloat16, LENGTHS) if device == "cuda" else (torch.float32, (64,))
-    cases = [ModelCase("models", {"B": 1, "L": n}, {"model": m}, dtype) for m in ("gpt-oss", "Gemma 3") for n in lengths]
+    def of_case(case: ModelCase) -> dict:
+        return (measure_generation if case.family == "generation" else measure)(case, facts["rounds"], device)
+
     facts = facts | {"transformers": transformers.__version__, "implementations": list(IMPLEMENTATIONS)}
-    return harness.run(
-        "models", cases, lambda case: measure(case, facts["rounds"], device), line, facts, path, summary=models_page
-    )
+    return harness.run("models", cases_of(device), of_case, line, facts, path, summary=models_page)

@@ -162,7 +162,7 @@ def sdpa(backend: SDPBackend) -> Callable[[Problem], Call]:
             raise Unavailable("torch's causal rule is aligned at the first key")
         if problem.table is not None or problem.scales is not None or problem.cell.lengths:
             raise Unavailable("torch's function has no pages, lengths or float8")
-        return torch_function(problem, torch_functional.scaled_dot_product_attention, lambda: _backend(backend))
+        return torch_function(problem, torch_functional.scaled_dot_product_attention, lambda: only(backend))
 
     return provider
 
@@ -174,7 +174,8 @@ def torch_function(problem: Problem, function: Callable, setting: Callable[[], A
 
 
 @contextmanager
-def _backend(backend: SDPBackend):
+def only(backend: SDPBackend):
+    """Torch's function has this backend alone."""
     with warnings.catch_warnings(), sdpa_kernel(backend):
         warnings.simplefilter("ignore")  # torch warns of each reason for refusing
         yield

@@ -606,7 +606,9 @@ def test_a_quick_run_of_models_compares_them_with_eager(tmp_path):
     pytest.importorskip("transformers")
     record = record_of(tmp_path, "models", "--quick", "--rounds", 1)
     by_model = {result["kind"]: result for result in record["results"]}
-    assert record["wrong"] == 0 and list(by_model) == ["gpt-oss", "Gemma 3"]
+    assert record["wrong"] == 0 and list(by_model) == ["gpt-oss", "Gemma 3", "Llama 3"]
+    assert [r["options"]["cache"] for r in record["results"] if r["family"] == "generation"] == ["dynamic", "static"]
+    assert {"sdpa", "flash_online by override", "flash_online"} <= set(by_model["Llama 3"]["providers"])
     assert list(by_model["Gemma 3"]["providers"]) == ["eager", "sdpa", "flash_online"]
     assert by_model["gpt-oss"]["unavailable"] == {"sdpa": "refused by transformers"}
 
