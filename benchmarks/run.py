@@ -200,7 +200,7 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add_measuring(command, None)
     add_fa3(command)
     command = add(
-        "models", run_models, "models of transformers: prefill, training step, generation, with each implementation of attention"
+        "models", run_models, "models of transformers: prefill, training step, generation; each implementation of attention"
     )
     add_measuring(command, None)
     command = add("paper", run_paper, "the kernels of the online-softmax paper against ours; needs nvcc")
