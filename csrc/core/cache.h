@@ -126,6 +126,7 @@ constexpr AttentionProblem as_cached(AttentionProblem problem, int64_t kv_splits
   problem.cache.blocks = problem.batch;
   problem.cache.entries = 1;
   problem.cache.dtype = problem.dtype;
+  problem.cache.is_dense = true;
   problem.cache.kv_splits = kv_splits;
   return problem;
 }

@@ -54,6 +54,7 @@ struct CacheView {
   int64_t new_keys = 0;
   const int32_t* query_lengths = nullptr;  // [batch]: packed: how many of a sequence's queries count; null: all
   DType dtype = DType::kFloat32;  // of key and value: the query's, or float8
+  bool is_dense = false;  // whether they are the tensors of a dense call (as_cached in cache.h)
   // float8: [batch, heads], what keys and values are multiplied by; null: 1
   const float *key_scale = nullptr, *value_scale = nullptr;
   int64_t key_scale_stride[2] = {}, value_scale_stride[2] = {};

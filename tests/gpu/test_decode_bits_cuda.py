@@ -155,3 +155,16 @@ def test_calls_chained_without_a_wait():
         found = [attend(*call, return_lse=True) for call in calls]
         for ours, expected in zip(found, wanted, strict=True):
             assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("splits", [2, 16])
+@pytest.mark.parametrize("heads, head_dim", [((8, 2), 64), ((4, 4), 256)], ids=str)
+def test_full_caches_have_the_bits_that_they_have_with_lengths(heads, head_dim, splits):
+    """Without a length, which the host could know, and in pages."""
+    query, caches = randn(3, heads[0], 1, head_dim), [randn(3, heads[1], 2048, head_dim) for _ in range(2)]
+    wanted = attend(query, *caches, None, num_splits=splits, return_lse=True)
+    assert all(map(torch.equal, attend(query, *caches, integers(2048, 2048, 2048), num_splits=splits, return_lse=True), wanted))
+    pools = [cache.unflatten(2, (8, 256)).transpose(1, 2).flatten(0, 1).contiguous() for cache in caches]
+    table = torch.arange(24, dtype=torch.int32, device=DEVICE).view(3, 8)
+    paged = attend(query, *pools, integers(2048, 2048, 2048), block_table=table, num_splits=splits, return_lse=True)
+    assert all(map(torch.equal, paged, wanted))

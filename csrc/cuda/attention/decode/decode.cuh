@@ -52,14 +52,12 @@ inline DecodePool decode_pool(const AttentionProblem& problem, const ConstView4&
 // The instance for a problem: kPlain if plain_arguments() has its arguments, kDense if dense_arguments() has them.
 inline DecodeCalls decode_calls(const AttentionProblem& p) {
   const CacheView& cache = p.cache;
-  const bool has_options = p.query_starts || cache.query_lengths || cache.left || cache.rows || cache.new_starts ||
-                           (!is_float8(cache.dtype) && (cache.key_scale || cache.value_scale)) || score_mods(p) != 0 ||
-                           (p.out.stride[3] != 1 && p.head_dim_v > 1);
-  if (has_options) return DecodeCalls::kAll;
-  if (cache.kv_splits == 0)
-    return p.lower_right && !p.mask.data && !ScoreMod(p).has_score_mod ? DecodeCalls::kPlain : DecodeCalls::kAll;
-  const bool is_dense = !cache.table && !cache.lengths && cache.new_keys == 0 && !is_float8(cache.dtype);
-  return is_dense ? DecodeCalls::kDense : DecodeCalls::kAll;
+  if (score_mods(p) != 0 || (p.out.stride[3] != 1 && p.head_dim_v > 1)) return DecodeCalls::kAll;
+  if (cache.is_dense) return DecodeCalls::kDense;
+  const bool is_plain = !p.query_starts && p.lower_right && !cache.query_lengths && !cache.left && !cache.rows &&
+                        !cache.new_starts && cache.kv_splits == 0 && !ScoreMod(p).has_score_mod &&
+                        (is_float8(cache.dtype) || (!cache.key_scale && !cache.value_scale));
+  return is_plain ? DecodeCalls::kPlain : DecodeCalls::kAll;
 }
 
 // A kernel's layout, and what follows from it.

@@ -43,7 +43,7 @@ __device__ __forceinline__ void touch_constants(const DecodeArguments& arguments
 enum class DecodeCalls {
   kAll,
   kPlain,  // over cached keys, without the options that plain_arguments() removes
-  kDense,  // attention over tensors (core/cache.h), without softcap and ALiBi
+  kDense,  // the tensors of a dense call, without softcap and ALiBi
 };
 
 // The arguments of a call without packed queries, kv_splits, padding on the left, rows of the cache by number, and changes of
