@@ -107,10 +107,20 @@ def attention(us: Compared) -> None:
                 lambda q, k, v, m: flash_online.attention(q, k, v, mask=m), (q, k, v, mask),
                 [layout] * 3 + [everywhere(mesh, placement)], reduced=() if shape[cut.dim] != 1 else (3,),
             )  # fmt: skip
+            with torch.no_grad():
+                us.check(
+                    lambda q, k, v, m: flash_online.attention(q, k, v, mask=m, return_lse=True), (q, k, v, mask),
+                    [layout] * 3 + [everywhere(mesh, placement)],
+                )  # fmt: skip
         us.check(
             lambda q, k, v, a, s: flash_online.attention(q, k, v, alibi_slopes=a, sinks=s, causal=True),
             (q, k, v, slopes, sinks), [layout] * 3 + [heads] * 2, reduced=(4,),
         )  # fmt: skip
+        with torch.no_grad():
+            us.check(
+                lambda q, k, v, a, s: flash_online.attention(q, k, v, alibi_slopes=a, sinks=s, softcap=2.0),
+                (q, k, v, slopes, sinks), [layout] * 3 + [heads] * 2,
+            )  # fmt: skip
     # Heads that cannot be cut so: 3 key heads over 2 ranks. DTensor gathers them; results are the same.
     q, k, v = leaf(2, 6, 20, 16), leaf(2, 3, 20, 16), leaf(2, 3, 20, 16)
     us.check(flash_online.attention, (q, k, v), [everywhere(mesh, Shard(1))] * 3, quiet=False)
