@@ -110,10 +110,10 @@ class RotaryEmbedding(NamedTuple):
         return cls(cosines.contiguous(), sines.contiguous(), interleaved, offsets)
 
 
-def is_plain_place(lengths: Tensor, table: Tensor | None, like: Tensor, batch: int, rows: int) -> bool:
-    """Returns whether the operators take the lengths of `batch` sequences, and their table or a cache of `rows` rows,
+def is_plain_place(lengths: Tensor | None, table: Tensor | None, like: Tensor, batch: int, rows: int) -> bool:
+    """Returns whether the operators take the lengths of `batch` sequences, or None, and their table or a cache of `rows` rows,
     unchanged."""
-    if not (are_plain_numbers(lengths, like, 1) and lengths.shape[0] == batch):
+    if lengths is not None and not (are_plain_numbers(lengths, like, 1) and lengths.shape[0] == batch):
         return False
     return rows == batch if table is None else are_plain_numbers(table, like, 2) and table.shape[0] == batch
 
