@@ -271,7 +271,7 @@ def _options() -> list[Cell]:
 
 
 def _drop_in() -> list[Cell]:
-    """Calls of torch's function, whose caches have no lengths, as models make them that generate text."""
+    """Calls of torch's function, as a model makes them while it generates text: all keys of the cache count."""
     most = 16 << 30  # bytes of keys and values
     cells = [
         _cell("drop-in", f"E {head_dim}", batch, *heads, length, head_dim)

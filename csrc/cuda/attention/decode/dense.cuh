@@ -180,7 +180,7 @@ class DenseFolder {
   bool is_second_ = false;  // buffer
 };
 
-// Of calls whose parts DecodeKernel::finish_part() merges.
+// Takes the folder's place in all other calls: DecodeKernel::finish_part() stores or merges their parts.
 struct NoFolder {
   template <class... Arguments>
   __device__ __forceinline__ explicit NoFolder(const Arguments&...) {}

@@ -109,8 +109,8 @@ __device__ __forceinline__ void apply_mod(const AttentionProblem& problem, const
     }
 }
 
-// The mask of a part whose rows share one row of it: masks of one row per key head. Lanes read it from memory, since eight of
-// them want the same values, and a line has those of several tiles.
+// The mask of a part. All rows of a part have the same row of the mask. Lanes read it from global memory without a copy in
+// shared memory: eight lanes want the same values, and a cache line holds those of several tiles.
 template <int kKeys>
 class DecodeMask {
  public:

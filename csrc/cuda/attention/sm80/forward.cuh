@@ -47,8 +47,8 @@ class ForwardSm80Kernel {
   // values.
   static constexpr bool kIsSimple = !kHasOptions && !kCached && Fragments<Element>::kDigits == 1;
   static constexpr bool kHasVectors = kIsSimple && kVariant != Variant::kAnyRows;  // rows consist of whole vectors
-  // Whether a warp only copies a block of which its rows see no key. The one kernel that computes such blocks too would, with
-  // loops that skip them, read spilled values in every block of its other loops.
+  // Whether a warp skips the products of a block if its rows see none of the block's keys. One variant computes such blocks
+  // too: if it skipped them, the compiler would spill registers, and every other block would reload them.
   static constexpr bool kSkipsBlocks = kVariant != Variant::kPlain163 || kHeadDim != 128;
   static constexpr ForwardSm80Tile kTile = forward_sm80_tile(kDigitsBytes<Element>, kHeadDim, kVariant);
   static constexpr int kThreads = kTile.threads(), kQueries = kTile.queries(), kKeys = kTile.keys;
