@@ -23,8 +23,9 @@ from .._checks import none_as_zero
 from .._ops import InvalidArgument, accumulator_of, below_autograd, ops
 from ..attention import Attention, AttentionKeywords, attention_impl, default_scale, tf32_for
 from ..varlen import varlen_impl
+from ._agreement import checked_on_all_ranks
 from ._gathered import Gathered, GatheredCall, groups_of
-from ._group import Group, checked_on_all_ranks, group_of
+from ._group import Group, group_of
 from ._layout import check_layout
 from ._ulysses import head_groups, plan_heads, ulysses
 
@@ -106,12 +107,13 @@ def context_parallel_attention(
 
     Raises:
         InvalidArgument (a RuntimeError and ValueError): an argument is invalid, or the ranks' calls differ (shapes, dtypes,
-            options, what requires a gradient). All ranks raise it, even if only one is wrong. If a rank makes no call, the
-            other ranks end at the group's timeout.
+            options, what requires a gradient). All ranks raise it, even if only one is wrong; over NCCL one call late, or in
+            the backward pass, and then at every later call on the group. A rank whose own argument is invalid raises at once.
+        RuntimeError: a rank makes no call: whoever waits for it ends at the group's timeout.
         NotImplementedError: the device has no kernel for this call; or a second derivative with gathered keys.
 
-    Backward passes communicate too: every rank runs them, in the same order. Under torch.compile the ranks' calls are not
-    compared.
+    Backward passes communicate too: every rank runs them, in the same order. The ranks' calls are not compared under
+    torch.compile, nor when a CUDA graph is replayed.
 
     Source: Ulysses, arXiv 2309.14509; gathered keys, as in Llama 3, arXiv 2407.21783; compare ring attention, arXiv 2310.01889.
     """

@@ -13,6 +13,7 @@ from torch.autograd import Function
 
 from .._attention_arguments import AttentionOptions
 from .._ops import accumulator_of, dense_strides_in_order, ops, surfaced
+from ._agreement import settle
 from ._group import Group, start_all_gather, start_reduce_scatter, wait
 from ._layout import by_rank, in_sequence, pieces_of
 
@@ -122,6 +123,7 @@ class Gathered(Function):
             raise NotImplementedError(
                 "flash_online.distributed: method 'gathered' has no second derivatives (create_graph=True); use 'ulysses'"
             )
+        settle(ctx.call.group)
         query, key, value, slopes, sinks, starts, out, lse, low = ctx.saved_tensors
         call, count = ctx.call, ctx.count
         if grad_out is None:

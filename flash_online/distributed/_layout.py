@@ -16,7 +16,8 @@ from torch.autograd import Function
 
 from .._checks import check_int, check_tensor
 from .._ops import InvalidArgument
-from ._group import Group, checked_on_all_ranks, group_of, start_all_gather, start_reduce_scatter, wait
+from ._agreement import checked_on_all_ranks, settle
+from ._group import Group, group_of, start_all_gather, start_reduce_scatter, wait
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -128,7 +129,8 @@ def unshard(
         all ranks, so a loss that every rank computes of the whole counts once per rank.
 
     Raises:
-        InvalidArgument (a RuntimeError and ValueError): an argument is invalid, or the ranks' calls differ; on every rank.
+        InvalidArgument (a RuntimeError and ValueError): an argument is invalid, or the ranks' calls differ; on every rank, at
+            the time that `context_parallel_attention` says.
     """
     found = group_of(group)
 
@@ -162,6 +164,7 @@ class _Whole(Function):
 
     @staticmethod
     def backward(ctx, grad):
+        settle(ctx.group)
         return _Part.apply(grad, ctx.group, ctx.layout), None, None
 
 

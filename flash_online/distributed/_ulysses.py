@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._ops import accumulator_of, dense_strides_in_order
+from ._agreement import settle
 from ._group import Group, start_all_to_all, wait
 
 HeadRanges = tuple[tuple[int, int], ...]  # heads [begin, end) of each rank
@@ -275,6 +276,7 @@ class _FinishToRows(Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        settle(ctx.exchanges[0].group)
         return None, None, *_StartToHeads.apply(ctx.exchanges, *grads)
 
 

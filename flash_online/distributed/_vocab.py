@@ -32,7 +32,8 @@ from ..linear_cross_entropy import (
     linear_cross_entropy_impl,
     product_dtype,
 )
-from ._group import Group, all_reduce_, checked_with_numbers, group_of, start_all_gather, wait
+from ._agreement import checked_with_numbers
+from ._group import Group, all_reduce_, group_of, start_all_gather, wait
 from ._vocab_rows import ELSEWHERE, as_index, differentiable_rows, shard_gradients, shard_rows
 
 _NAME = "distributed.vocab_parallel_linear_cross_entropy"
@@ -263,10 +264,10 @@ def _agreed_shard(group: Group, check: Callable[[], tuple[dict, dict]]) -> tuple
 
     def call():
         arguments, options = check()
-        own = [arguments["first_class"], arguments["weight_shard"].shape[0]]
+        own = (arguments["first_class"], arguments["weight_shard"].shape[0])
         return _described(arguments, options), own, (arguments, options)
 
-    (arguments, options), shards = checked_with_numbers(group, call, 2)
+    (arguments, options), shards = checked_with_numbers(group, call)
     classes = _check_cover(shards, arguments["weight"], options["return_argmax"])
     return options, _Shard(group, [first for first, _ in shards], arguments["weight_shard"].shape[0], classes)
 
@@ -321,7 +322,7 @@ def vocab_parallel_linear_cross_entropy(
     Returns:
         As `linear_cross_entropy`, equal on every rank.
 
-    A call exchanges a header of four integers per rank between the hosts, then in one all-gather two numbers per row, in
+    A call exchanges a message of 1 KiB per rank between the hosts, then in one all-gather two numbers per row, in
     float32 (float64 for float64): lse over the shard and the target's logit; three with label smoothing, and two more with
     `return_argmax`. The backward pass has one all-reduce, of the gradient of `input`, in float32 (float64); each rank's part of
     it is a matrix product, unrounded on CUDA and rounded to the product dtype on the CPU. The backward pass recomputes the
@@ -334,7 +335,8 @@ def vocab_parallel_linear_cross_entropy(
 
     Raises:
         InvalidArgument: on every rank, if shapes, dtypes, options or targets differ between ranks, classes overlap or are
-            missing, or a rank refused its arguments. If all ranks refuse with the same message, each raises the error of
+            missing, or a rank refused its arguments; or the ranks' call before this one differed, as
+            `context_parallel_attention` says. If all ranks refuse with the same message, each raises the error of
             `linear_cross_entropy`. Values of targets are compared on the CPU only.
         IndexError: a target is out of range (a device assert on CUDA).
         TypeError: an argument has a wrong type.

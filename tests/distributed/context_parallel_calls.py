@@ -13,7 +13,6 @@ from context_parallel_cases import LAYOUTS, METHODS, small
 
 import flash_online
 from flash_online.distributed import (
-    _group,
     context_parallel_attention,
     context_parallel_varlen_attention,
     positions,
@@ -144,14 +143,6 @@ def check_groups(rank, ranks):
     if ranks > 2:
         with pytest.raises(ValueError, match="group: expected a group with this process in it"):
             positions(16, pairs[1 - rank // 2])
-    # As over NCCL, which takes no CPU tensors: the ranks' calls are compared in a group of their own.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_group, "_takes_cpu_tensors", lambda group: False)
-        patch.setattr(_group, "_hosts", {})
-        assert _group._cpu_group(_group.group_of(pair)) != pair.group_name
-        assert _group._cpu_group(_group.group_of(pair)) == _group._hosts[pair]
-        with pytest.raises(ValueError, match="^causal: the ranks differ"):
-            context_parallel_attention(part, part, part, group=pair, causal=bool(rank % 2))
     alone = [dist.new_group([r]) for r in range(ranks)][rank]
     for method in METHODS:
         assert torch.equal(context_parallel_attention(whole, whole, whole, group=alone, method=method, causal=True),

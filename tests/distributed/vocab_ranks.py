@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flash_online
 from flash_online import linear_cross_entropy
-from flash_online.distributed import _group, _vocab, _vocab_rows, vocab_parallel_linear_cross_entropy
+from flash_online.distributed import _vocab, _vocab_rows, vocab_parallel_linear_cross_entropy
 from flash_online.testing import assert_close_to_float64
 
 TF = torch.nn.functional
@@ -378,12 +378,6 @@ def groups(us: Ranks) -> None:
     (by_group,), (input, *_) = us.call((*tensors[:2], None), target, cut, pairs[mine])
     shard = tensors[1][first : first + count].requires_grad_()
     assert torch.equal(by_group, vocab_parallel_linear_cross_entropy(input, shard, target, group=mesh["tp"], first_class=first))
-    # As over NCCL, which takes no CPU tensors: the ranks' calls are compared in a group of their own.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_group, "_takes_cpu_tensors", lambda group: False)
-        patch.setattr(_group, "_hosts", {})
-        with pytest.raises(ValueError, match="^scale: the ranks differ"):
-            us.call(tensors, target, cut, pairs[mine], scale=1.0 + us.rank)
     if us.ranks > 2:
         others = pairs[1 - mine]
         with pytest.raises((ValueError, TypeError, RuntimeError), match="group"):
