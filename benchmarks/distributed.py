@@ -31,7 +31,14 @@ from torch import Tensor
 
 import flash_online
 from flash_online.distributed import _context_parallel as chooser
-from flash_online.distributed import _gathered, _ulysses, context_parallel_attention, context_parallel_varlen_attention, shard
+from flash_online.distributed import (
+    _gathered,
+    _ulysses,
+    _ulysses_eager,
+    context_parallel_attention,
+    context_parallel_varlen_attention,
+    shard,
+)
 from flash_online.distributed._group import group_of
 from flash_online.integrations import torch_sdpa
 
@@ -186,7 +193,7 @@ def _twin(inputs: Inputs, method: str) -> Iterator[Provider]:
     def reduce_scatter(tensor, group):
         return received(tensor, tensor.shape[0] // group.ranks, *tensor.shape[1:])
 
-    def all_to_all(messages, group):
+    def all_to_all(messages, *_):
         return received(messages, *messages.shape)
 
     with contextlib.ExitStack() as stack:
@@ -195,6 +202,7 @@ def _twin(inputs: Inputs, method: str) -> Iterator[Provider]:
             (_gathered, "start_reduce_scatter", reduce_scatter),
             (_gathered, "wait", lambda tensor: tensor),
             (_ulysses, "start_all_to_all", all_to_all),
+            (_ulysses_eager, "all_to_all", all_to_all),
             (_ulysses, "wait", lambda tensor: tensor),
             (chooser, "checked_on_all_ranks", lambda group, call: call()[1]),
         ):

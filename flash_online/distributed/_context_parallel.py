@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -21,13 +22,14 @@ from .._canonicalize import (
 )
 from .._checks import none_as_zero
 from .._ops import InvalidArgument, accumulator_of, below_autograd, ops
-from ..attention import Attention, AttentionKeywords, attention_impl, default_scale, tf32_for
+from ..attention import Attention, AttentionKeywords, attention_impl, default_scale, is_deterministic, tf32_for
 from ..varlen import varlen_impl
 from ._agreement import checked_on_all_ranks
 from ._gathered import Gathered, GatheredCall, groups_of
 from ._group import Group, group_of
 from ._layout import check_layout
 from ._ulysses import head_groups, plan_heads, ulysses
+from ._ulysses_eager import EagerCall, takes, ulysses_eager
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -132,10 +134,12 @@ def context_parallel_attention(
 
     q, k, v, slopes, restore = checked_on_all_ranks(found, check)
     batch = q.shape[:-3]
-    tensors = (tensor.flatten(0, -4) for tensor in (q, k, v))
-    out, lse = _run(found, *tensors, slopes, None, 0, method, layout, options)
-    out = restore(out.unflatten(0, batch))
-    return (out, restore(lse.unflatten(0, batch))) if return_lse else out
+    if len(batch) > 1:
+        q, k, v = (tensor.flatten(0, -4) for tensor in (q, k, v))
+    out, lse = _run(found, q, k, v, slopes, None, 0, method, layout, options)
+    if len(batch) > 1:
+        out, lse = out.unflatten(0, batch), lse.unflatten(0, batch) if return_lse else None
+    return (restore(out), restore(lse)) if return_lse else restore(out)
 
 
 @overload
@@ -236,10 +240,8 @@ def context_parallel_varlen_attention(
     q, k, v, slopes = checked_on_all_ranks(found, check)
     length = q.shape[0] * found.ranks
     longest = length if max_seqlen is None else min(max_seqlen, length)
-    tensors = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
-    out, lse = _run(found, *tensors, slopes, cu_seqlens.contiguous(), longest, method, layout, options)
-    out = out.squeeze(0).transpose(0, 1)
-    return (out, lse.squeeze(0)) if return_lse else out
+    out, lse = _run(found, q, k, v, slopes, cu_seqlens.contiguous(), longest, method, layout, options)
+    return (out, lse) if return_lse else out
 
 
 # --- Checks -----------------------------------------------------------------------------------------------------------------
@@ -317,45 +319,64 @@ def choose(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str,
     return "ulysses" if cost["ulysses"].received * 10 <= cost["gathered"].received * 13 else "gathered"
 
 
+@functools.lru_cache(maxsize=256)
+def _chosen(shapes: tuple, dtype: torch.dtype, group: Group, layout: str, causal: bool, train: bool) -> str:
+    """`choose` for tensors of these shapes, [B, H, n, E] or [n, H, E]."""
+    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+    return choose(*map(_rows_first, tensors), group, layout, causal, train)
+
+
+def _rows_first(tensor: Tensor) -> Tensor:
+    """[n, B, H, E]"""
+    return tensor.permute(2, 0, 1, 3) if tensor.dim() == 4 else tensor.unsqueeze(1)
+
+
 def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layout: str, options: dict[str, Any]):
-    """(out, lse or None) of tensors [B, H, n, E]; `starts`: cu_seqlens of a packed stream, else None."""
-    accumulator = accumulator_of(q.dtype)
+    """(out, lse or None) of tensors [B, H, n, E]; or [n, H, E] of a packed stream, of which `starts` is cu_seqlens, else
+    None."""
+    accumulator, packed = accumulator_of(q.dtype), starts is not None
     slopes = None if slopes is None else slopes.to(accumulator)
     sinks = None if options["sinks"] is None else options["sinks"].to(accumulator).contiguous()
-    left, right = options["window"] or (None, None)
+    left, right = window_bounds(options["window"] or (None, None))
+    right = 0 if options["causal"] else right
     scale = default_scale(q.shape[-1]) if options["scale"] is None else float(options["scale"])
-    deterministic = options["deterministic"]
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    shared = AttentionOptions(left, right, packed, scale, float(options["softcap"]), 0.0, tf32_for(q))
+    deterministic = is_deterministic(options["deterministic"])
     if method == "auto":
         train = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-        method = choose(*(tensor.permute(2, 0, 1, 3) for tensor in (q, k, v)), group, layout, options["causal"], train)
+        if torch.compiler.is_compiling():
+            method = choose(*map(_rows_first, (q, k, v)), group, layout, options["causal"], train)
+        else:
+            method = _chosen((q.shape, k.shape, v.shape), q.dtype, group, layout, options["causal"], train)
     if method == "gathered":
-        left, right = window_bounds((left, right))
-        right = 0 if options["causal"] else right
-        shared = AttentionOptions(left, right, True, scale, float(options["softcap"]), 0.0, tf32_for(q))
-        call = GatheredCall(group, layout, shared, deterministic, starts is not None, longest)
-        out, lse = Gathered.apply(call, *(tensor.permute(2, 0, 1, 3) for tensor in (q, k, v)), slopes, sinks, starts)
-        return out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
-
+        call = GatheredCall(group, layout, shared._replace(lower_right=True), deterministic, packed, longest)
+        out, lse = Gathered.apply(call, *map(_rows_first, (q, k, v)), slopes, sinks, starts)
+        return (out.squeeze(1), lse.squeeze(1).T) if packed else (out.permute(1, 2, 0, 3), lse.permute(1, 2, 0))
     # The kernels of packed sequences are as fast with one group.
-    count = head_groups(q, k, v, group.ranks) if starts is None else 1
-    operator = _claimed_tiles if count > 1 and _is_static(q, left) else None
-    keywords = {"causal": options["causal"], "window": (left, right), "scale": scale, "softcap": float(options["softcap"])}
-    keywords |= {"deterministic": deterministic, "lower_right": starts is not None}
+    count = 1 if packed else head_groups(q, k, v, group.ranks)
+    if count == 1 and takes(group, q, k, v, slopes, sinks, starts):
+        shared = shared._replace(deterministic=deterministic)
+        call = EagerCall(group, layout, shared, deterministic, packed, longest, options["return_lse"])
+        return ulysses_eager(call, q, k, v, slopes, sinks, starts)
+    operator = _claimed_tiles if count > 1 and _is_static(q, left if left >= 0 else None) else None
+    keywords = {"causal": options["causal"], "window": options["window"] or (None, None), "scale": scale}
+    keywords |= {"softcap": float(options["softcap"]), "deterministic": deterministic, "lower_right": packed}
 
     def attend(query, key, value, alibi, logits):
         words = keywords | {"alibi_slopes": alibi, "sinks": logits}
-        if starts is None:
+        if packed:
+            rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+            out, lse = varlen_impl(*rows, starts, starts, longest, longest, **words)
+            out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+        else:
             words |= {"return_lse": options["return_lse"], "operator": operator}
             out, lse = attention_impl(query, key, value, None, **words)
-        else:
-            rows_first = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-            out, lse = varlen_impl(*rows_first, starts, starts, longest, longest, **words)
-            out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
         return out, lse if options["return_lse"] else None  # do not exchange an lse that is not returned
 
-    return ulysses(q, k, v, slopes, sinks, group, layout, count, attend)
+    if packed:
+        q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+    out, lse = ulysses(q, k, v, slopes, sinks, group, layout, count, attend)
+    return (out.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)) if packed else (out, lse)
 
 
 # --- Attention while collectives run ----------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def ulysses(
     for members in ([n for n in range(3) if wants[n] is want] for want in (True, False)):
         if members:
             exchanges = tuple(Exchange(group, layout, tuple(splits[n][g] for n in members)) for g in range(count))
-            started = _by_group(_StartToHeads.apply(exchanges, *(tensors[n] for n in members)), count)
+            started = _by_group(StartToHeads.apply(exchanges, *(tensors[n] for n in members)), count)
             flights.append((members, exchanges, started))
     results: list[Tensor] = []
     lses: list[Tensor | None] = []
@@ -140,19 +140,19 @@ def ulysses(
         whole: dict[int, Tensor] = {}
         for members, exchanges, started in flights:
             strides = tuple(tensors[n].stride() for n in members)
-            whole |= zip(members, _FinishToHeads.apply(exchanges[g], strides, *started.pop(0)), strict=True)
+            whole |= zip(members, FinishToHeads.apply(exchanges[g], strides, *started.pop(0)), strict=True)
         begin, end = splits[0][g][group.rank]
         slopes = None if alibi_slopes is None else alibi_slopes[..., begin:end]
         logits = None if sinks is None else sinks[begin:end]
         out, lse = _attend(plan, [whole.pop(n) for n in range(3)], slopes, logits, group.rank, attend)
-        results += _StartToRows.apply(Exchange(group, layout, splits[0][g : g + 1]), out)
+        results += StartToRows.apply(Exchange(group, layout, splits[0][g : g + 1]), out)
         lses.append(lse)
     exchanges = tuple(Exchange(group, layout, (split,)) for split in splits[0])
-    (out,) = _FinishToRows.apply(exchanges, (query.stride(),), *results)
+    (out,) = FinishToRows.apply(exchanges, (query.stride(),), *results)
     if lses[0] is None:
         return out, None
     exchange, lse = Exchange(group, layout, (plan.query,)), lses[0] if count == 1 else torch.cat(lses, 1)
-    (lse,) = _FinishToRows.apply((exchange,), (None,), *_StartToRows.apply(exchange, lse.unsqueeze(3)))
+    (lse,) = FinishToRows.apply((exchange,), (None,), *StartToRows.apply(exchange, lse.unsqueeze(3)))
     return out, lse.squeeze(3)
 
 
@@ -197,13 +197,13 @@ def _attend(plan: HeadPlan, whole: list[Tensor], slopes: Tensor | None, logits: 
 # --- The exchanges: linear maps. The derivative of one's start is the other's finish, and vice versa --------------------------
 
 
-class _StartToHeads(Function):
+class StartToHeads(Function):
     """(an Exchange of each group of heads, *tensors [B, H, n, E]) -> (received, *own) of each group."""
 
     @staticmethod
     def forward(ctx, exchanges: tuple[Exchange, ...], *tensors: Tensor):
         ctx.exchanges, ctx.strides = exchanges, tuple(tensor.stride() for tensor in tensors)
-        wide, rank, found = _widened(tensors), exchanges[0].group.rank, []
+        wide, rank, found = widened(tensors), exchanges[0].group.rank, []
         for exchange in exchanges:
             parts = [[exchange.heads_of(t, n, r) for n, t in enumerate(wide)] for r in range(exchange.group.ranks) if r != rank]
             found.append(_start(exchange, parts, tensors[0].new_empty(0)))
@@ -212,45 +212,45 @@ class _StartToHeads(Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, *_FinishToRows.apply(ctx.exchanges, ctx.strides, *grads)
+        return None, *FinishToRows.apply(ctx.exchanges, ctx.strides, *grads)
 
 
-class _FinishToHeads(Function):
+class FinishToHeads(Function):
     """(Exchange, strides, received, *own) -> whole sequences [B, h, L, E], each with its given order of strides."""
 
     @staticmethod
     def forward(ctx, exchange: Exchange, strides, received: Tensor, *own: Tensor):
         ctx.exchange, found = exchange, []
-        received, *parts = _widened((_arrived(received), *own), strides)
+        received, *parts = widened((_arrived(received), *own), strides)
         counts = [exchange.heads_count(n, exchange.group.rank) for n in range(len(own))]
         for n, order in enumerate(strides):
             by_rank = [_part(exchange, received, parts, n, rank, counts[n]) for rank in range(exchange.group.ranks)]
             pieces = [by_rank[rank][:, :, chunk] for rank, chunk in exchange.sequence]
-            found.append(_joined(pieces, 2, _order(order)).view(own[0].dtype))
+            found.append(joined(pieces, 2, memory_order(order)).view(own[0].dtype))
         return tuple(found)
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, None, *_StartToRows.apply(ctx.exchange, *grads)
+        return None, None, *StartToRows.apply(ctx.exchange, *grads)
 
 
-class _StartToRows(Function):
+class StartToRows(Function):
     """(Exchange, *whole sequences [B, h, L, E]) -> (received, *own)."""
 
     @staticmethod
     def forward(ctx, exchange: Exchange, *wholes: Tensor):
         ctx.exchange, ctx.strides = exchange, tuple(whole.stride() for whole in wholes)
-        wide, rank = _widened(wholes), exchange.group.rank
+        wide, rank = widened(wholes), exchange.group.rank
         parts = [[exchange.rows_of(whole, r) for whole in wide] for r in range(exchange.group.ranks) if r != rank]
         received = _start(exchange, parts, wholes[0].new_empty(0))
         return received, *(exchange.rows_of(whole, rank) for whole in wholes)
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, *_FinishToHeads.apply(ctx.exchange, ctx.strides, *grads)
+        return None, *FinishToHeads.apply(ctx.exchange, ctx.strides, *grads)
 
 
-class _FinishToRows(Function):
+class FinishToRows(Function):
     """(an Exchange per group of heads, strides, (received, *own) of each) -> tensors [B, H, n, E], each with its given order of
     strides. A head on several ranks is the sum of their parts in float32."""
 
@@ -261,7 +261,7 @@ class _FinishToRows(Function):
         shared = [any(end > begin for (_, end), (begin, _) in zip(s, s[1:], strict=False)) for s in exchanges[0].splits]
         started = [(_arrived(received), *own) for received, *own in _by_group(flights, len(exchanges))]
         if not any(shared):
-            started = _by_group(_widened(tuple(t for flight in started for t in flight), strides), len(exchanges))
+            started = _by_group(widened(tuple(t for flight in started for t in flight), strides), len(exchanges))
         for n, order in enumerate(strides):
             parts = [
                 _part(exchange, received, own, n, rank, exchange.heads_count(n, rank))
@@ -270,14 +270,13 @@ class _FinishToRows(Function):
             ]
             if shared[n]:
                 parts = [_summed(parts, exchanges[0].splits[n])]
-            order = [place for dim in _order(order) for place in ((0,), (1,), (2, 3), (4,))[dim]]
-            found.append(_joined(parts, 1, order).flatten(2, 3).view(dtype))
+            found.append(joined(parts, 1, chunked_order(order)).flatten(2, 3).view(dtype))
         return tuple(found)
 
     @staticmethod
     def backward(ctx, *grads):
         settle(ctx.exchanges[0].group)
-        return None, None, *_StartToHeads.apply(ctx.exchanges, *grads)
+        return None, None, *StartToHeads.apply(ctx.exchanges, *grads)
 
 
 def _start(exchange: Exchange, parts: list[list[Tensor]], none: Tensor) -> Tensor:
@@ -312,15 +311,20 @@ def _part(exchange: Exchange, received: Tensor, own: Sequence[Tensor], n: int, r
     return message.narrow(0, sum(sizes[:n]), sizes[n]).view(shapes[n])[:, :heads]
 
 
-def _order(strides) -> list[int]:
+def memory_order(strides) -> list[int]:
     """The dimensions of [B, H, n, E] in memory order, outermost first."""
     dense = dense_strides_in_order((2, 2, 2, 2), strides or (4, 3, 2, 1))
     return sorted(range(4), key=lambda dim: -dense[dim])
 
 
-def _widened(tensors: Sequence[Tensor], orders: Sequence = ()) -> Sequence[Tensor]:
+def chunked_order(strides) -> list[int]:
+    """The dimensions of [B, H, c, m, E] in memory order, for [B, H, n, E] with the order of these strides."""
+    return [place for dim in memory_order(strides) for place in ((0,), (1,), (2, 3), (4,))[dim]]
+
+
+def widened(tensors: Sequence[Tensor], orders: Sequence = ()) -> Sequence[Tensor]:
     """Views of the same memory with 16-byte elements, if rows allow it and results can be viewed alike; else the tensors."""
-    if torch.compiler.is_compiling() or any(_order(strides)[-1] != 3 for strides in orders):
+    if torch.compiler.is_compiling() or any(memory_order(strides)[-1] != 3 for strides in orders):
         return tensors
     for tensor in tensors:
         per = WIDE.itemsize // tensor.element_size()
@@ -343,12 +347,18 @@ def _summed(parts: list[Tensor], split: HeadRanges) -> Tensor:
     return torch.cat(sums, 1).to(dtype)
 
 
-def _joined(parts: list[Tensor], dim: int, order: list[int]) -> Tensor:
+def joined(parts: list[Tensor], dim: int, order: list[int]) -> Tensor:
     """Concatenates tensors along a dimension in one copy; `order` is the memory order of the result's dimensions."""
-    place, single = order.index(0), parts[0].shape[0] == 1
-    if single:  # torch's cat copies tensors of more than four dimensions one at a time
-        rest = [d - 1 for d in order if d]
-        joined = torch.cat([part[0].permute(rest) for part in parts], rest.index(dim - 1)).unsqueeze(place)
-    else:
-        joined = torch.cat([part.permute(order) for part in parts], order.index(dim))
-    return joined.permute([order.index(d) for d in range(len(order))])
+    views, along = arranged(parts, dim, order)
+    whole = torch.cat(views, along)
+    if parts[0].shape[0] == 1:
+        whole = whole.unsqueeze(order.index(0))
+    return whole.permute([order.index(d) for d in range(len(order))])
+
+
+def arranged(parts: list[Tensor], dim: int, order: list[int]) -> tuple[list[Tensor], int]:
+    """Views of the tensors for `joined`, and the dimension along which torch's cat joins them."""
+    if parts[0].shape[0] != 1:
+        return [part.permute(order) for part in parts], order.index(dim)
+    rest = [d - 1 for d in order if d]  # torch's cat copies tensors of more than four dimensions one at a time
+    return [part[0].permute(rest) for part in parts], rest.index(dim - 1)

@@ -1,4 +1,4 @@
-"""This program runs the checks that test_context_parallel_attention.py names, on two and on four ranks: functions of the three
+"""This program runs the checks that test_context_parallel_attention.py names, on two and on four ranks: functions of the four
 files next to it that begin with `check_`, or `dead`. It prints "ok" and the name of each on every rank."""
 
 from __future__ import annotations
@@ -7,13 +7,14 @@ import sys
 
 import context_parallel_calls
 import context_parallel_cases
+import context_parallel_eager
 import context_parallel_training
 import torch
 from ranks import joined
 
 CHECKS = {
     name: function
-    for module in (context_parallel_cases, context_parallel_calls, context_parallel_training)
+    for module in (context_parallel_cases, context_parallel_calls, context_parallel_training, context_parallel_eager)
     for name, function in vars(module).items()
     if name.startswith("check_")
 }
