@@ -41,14 +41,14 @@ def checked_on_all_ranks(group: Group, call: Callable[[], tuple[dict[str, Any], 
     captured, not when it is replayed.
     """
 
-    def numbered() -> tuple[dict[str, Any], tuple[int, int], Any]:
+    def with_numbers() -> tuple[dict[str, Any], tuple[int, int], Any]:
         description, result = call()
         return description, (0, 0), result
 
     if torch.compiler.is_compiling() or group.ranks == 1:
         return call()[1]
     agreement = _agreement_of(group)
-    return agreement.check(numbered, late=agreement.late)[0]
+    return agreement.check(with_numbers, late=agreement.late)[0]
 
 
 def checked_with_numbers(
@@ -62,13 +62,21 @@ def checked_with_numbers(
     return _agreement_of(group).check(call, late=False)
 
 
+def numbered(group: Group) -> Group:
+    """The group with the number of its last call, for `settle`."""
+    if torch.compiler.is_compiling() or group.ranks == 1:
+        return group
+    agreement = _agreements.get(process_group(group))
+    return group if agreement is None else group._replace(call=agreement.calls)
+
+
 def settle(group: Group) -> None:
-    """Waits for the comparison of the group's last call, if that is still to come, and raises what it finds. The backward
-    passes of calls that are compared late begin with it."""
+    """Waits for the comparison of a call, if it is still to come, and raises what it finds. The backward passes of calls that
+    are compared late begin with it. It does not wait for a later call, such as one that a checkpoint repeats."""
     if torch.compiler.is_compiling() or group.ranks == 1:
         return
     agreement = _agreements.get(process_group(group))
-    if agreement is not None:
+    if agreement is not None and (agreement.refused is not None or group.call in (0, agreement.calls)):
         agreement.settle()
 
 
@@ -84,6 +92,7 @@ class _Agreement:
         self.rows = self.received.view(group.ranks, SIZE)
         self.headers = self.received.view(torch.int64).view(group.ranks, SIZE // 8)[:, :4]  # digest and numbers
         self.pending: dist.Work | None = None
+        self.calls = 0
         self.refused: Exception | None = None
 
     def check(self, call: Callable, late: bool) -> tuple[Any, list[list[int]]]:
@@ -95,6 +104,7 @@ class _Agreement:
                 description, numbers, result = call()
             except Exception as error:
                 failure, description, numbers = error, {"error": f"{type(error).__name__}: {error}"}, (0, 0)
+            self.calls += 1
             self.pending = _all_gather(process_group(self.host), self.received, _message(tuple(description.items()), *numbers))
             every = [] if late else self.settle(failure)
             if failure is not None:

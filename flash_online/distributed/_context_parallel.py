@@ -24,7 +24,7 @@ from .._checks import none_as_zero
 from .._ops import InvalidArgument, accumulator_of, below_autograd, ops
 from ..attention import Attention, AttentionKeywords, attention_impl, default_scale, is_deterministic, tf32_for
 from ..varlen import varlen_impl
-from ._agreement import checked_on_all_ranks
+from ._agreement import checked_on_all_ranks, numbered
 from ._gathered import Gathered, GatheredCall, groups_of
 from ._group import Group, group_of
 from ._layout import check_layout
@@ -320,10 +320,10 @@ def choose(query: Tensor, key: Tensor, value: Tensor, group: Group, layout: str,
 
 
 @functools.lru_cache(maxsize=256)
-def _chosen(shapes: tuple, dtype: torch.dtype, group: Group, layout: str, causal: bool, train: bool) -> str:
+def _chosen(shapes: tuple, dtype: torch.dtype, ranks: int, layout: str, causal: bool, train: bool) -> str:
     """`choose` for tensors of these shapes, [B, H, n, E] or [n, H, E]."""
     tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
-    return choose(*map(_rows_first, tensors), group, layout, causal, train)
+    return choose(*map(_rows_first, tensors), Group("", 0, ranks), layout, causal, train)
 
 
 def _rows_first(tensor: Tensor) -> Tensor:
@@ -334,6 +334,7 @@ def _rows_first(tensor: Tensor) -> Tensor:
 def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layout: str, options: dict[str, Any]):
     """(out, lse or None) of tensors [B, H, n, E]; or [n, H, E] of a packed stream, of which `starts` is cu_seqlens, else
     None."""
+    group = numbered(group)
     accumulator, packed = accumulator_of(q.dtype), starts is not None
     slopes = None if slopes is None else slopes.to(accumulator)
     sinks = None if options["sinks"] is None else options["sinks"].to(accumulator).contiguous()
@@ -347,7 +348,7 @@ def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layou
         if torch.compiler.is_compiling():
             method = choose(*map(_rows_first, (q, k, v)), group, layout, options["causal"], train)
         else:
-            method = _chosen((q.shape, k.shape, v.shape), q.dtype, group, layout, options["causal"], train)
+            method = _chosen((q.shape, k.shape, v.shape), q.dtype, group.ranks, layout, options["causal"], train)
     if method == "gathered":
         call = GatheredCall(group, layout, shared._replace(lower_right=True), deterministic, packed, longest)
         out, lse = Gathered.apply(call, *map(_rows_first, (q, k, v)), slopes, sinks, starts)

@@ -22,6 +22,7 @@ class Group(NamedTuple):
     name: str
     rank: int
     ranks: int
+    call: int = 0  # the number of a call that was compared (_agreement.py), for its backward pass
 
 
 def group_of(group: dist.ProcessGroup | dist.DeviceMesh | None) -> Group:

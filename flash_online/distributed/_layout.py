@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from .._checks import check_int, check_tensor
 from .._ops import InvalidArgument
-from ._agreement import checked_on_all_ranks, settle
+from ._agreement import checked_on_all_ranks, numbered, settle
 from ._group import Group, group_of, start_all_gather, start_reduce_scatter, wait
 
 LAYOUTS = ("zigzag", "contiguous")
@@ -147,8 +147,9 @@ def unshard(
             description[name] = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}, dim {dim}, gradient {grad}"
         return description, named
 
-    whole = []
-    for _, tensor, dim in checked_on_all_ranks(found, check):
+    whole, named = [], checked_on_all_ranks(found, check)
+    found = numbered(found)
+    for _, tensor, dim in named:
         rows = _Whole.apply(tensor.movedim(dim, 0), found, layout)
         whole.append(rows.movedim(0, dim).contiguous())
     return whole

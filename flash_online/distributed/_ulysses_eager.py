@@ -126,7 +126,7 @@ class _Ulysses(Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse, *grads_whole):
         settle(ctx.call.group)
-        saved = ctx.saved_tensors  # once: a checkpoint refuses a second reading
+        saved = list(ctx.saved_tensors)  # once: a checkpoint refuses a second reading
         given = [grad for grad in (grad_out, grad_lse, *grads_whole) if grad is not None]
         traced = torch.is_grad_enabled() or _is_traced() or any(type(grad) not in PLAIN for grad in given)
         if traced or any(grad is not None for grad in grads_whole):
@@ -142,15 +142,18 @@ class _Ulysses(Function):
 _apply = plain_apply(_Ulysses)
 
 
-def _backward(ctx, saved, grad_out, grad_lse) -> list[Tensor | None]:
-    """The gradients of query, key, value and sinks, as far as they are needed."""
-    call, (*_, out, lse, _) = ctx.call, saved
-    given = [(grad, like) for grad, like in ((grad_out, out), (grad_lse, lse)) if grad is not None]
+def _backward(ctx, saved: list, grad_out, grad_lse) -> list[Tensor | None]:
+    """The gradients of query, key, value and sinks, as far as they are needed. Empties `saved`."""
+    call = ctx.call
+    given = [(grad, like) for grad, like in zip((grad_out, grad_lse), saved[6:8], strict=True) if grad is not None]
     arrived = _exchanged(call, "heads", *zip(*given, strict=True))
-    grad_out, grad_lse = None if grad_out is None else arrived[0], None if grad_lse is None else arrived[-1]
-    grads_whole, grad_sinks = _of_heads(ctx, saved, *_run_backward, grad_out, grad_lse)
-    wanted = [n for n in range(3) if ctx.needs_input_grad[1 + n]]
+    del given
+    grad_lse = None if grad_lse is None else arrived.pop()
+    grads_whole, grad_sinks = _of_heads(ctx, saved, *_run_backward, None if grad_out is None else arrived.pop(), grad_lse)
+    saved.clear()
+    ctx.maybe_clear_saved_tensors()  # unless the graph is retained: the exchange takes as much memory again
     grads: list[Tensor | None] = [None] * 3
+    wanted = [n for n in range(3) if ctx.needs_input_grad[1 + n]]
     if wanted:
         rows = _exchanged(call, "rows", [grads_whole[n] for n in wanted], [ctx.inputs[n] for n in wanted])
         for n, grad in zip(wanted, rows, strict=True):
@@ -158,7 +161,7 @@ def _backward(ctx, saved, grad_out, grad_lse) -> list[Tensor | None]:
     return [*grads, grad_sinks]
 
 
-def _of_heads(ctx, saved, dense: Callable, varlen: Callable, grad_out, grad_lse) -> tuple[list[Tensor], Tensor | None]:
+def _of_heads(ctx, saved: list, dense: Callable, varlen: Callable, grad_out, grad_lse) -> tuple[list[Tensor], Tensor | None]:
     """The gradients of query, key and value of all rows and this rank's heads, by these operators, and that of sinks."""
     call = ctx.call
     *whole, slopes, sinks, starts, out, lse, low = saved
@@ -178,9 +181,9 @@ def _of_heads(ctx, saved, dense: Callable, varlen: Callable, grad_out, grad_lse)
     return grads, torch.nn.functional.pad(grad_sinks, (heads.start, sinks.shape[0] - heads.stop))
 
 
-def _differentiable_backward(ctx, saved, grad_out, grad_lse, grads_whole) -> list[Tensor | None]:
+def _differentiable_backward(ctx, saved: list, grad_out, grad_lse, grads_whole) -> list[Tensor | None]:
     """`_backward` in the differentiable steps of `ulysses`, and from the gradients of query, key and value of all rows too."""
-    call, (*_, out, lse, _) = ctx.call, saved
+    call, (out, lse) = ctx.call, saved[6:8]
 
     def whole(grad: Tensor | None, like: Tensor) -> Tensor | None:
         if grad is None:

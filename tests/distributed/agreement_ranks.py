@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import joined
+from torch.utils.checkpoint import checkpoint
 
 from flash_online.distributed import (
     _agreement,
@@ -72,6 +73,15 @@ def check_equal_calls(rank, ranks):
     assert _agreement._message.cache_info().misses == made + 1
     with torch.inference_mode():
         attend(group)
+    agreement = _agreement._agreement_of(group_of(group))
+    for layers in (1, 3):  # the call that a checkpoint repeats in the backward pass of the first one is not waited for
+        x = torch.ones(1, 4, 8, 6, requires_grad=True)
+        for _ in range(layers):
+            x = checkpoint(lambda x: context_parallel_attention(x, x, x, group=group).sin(), x, use_reentrant=False)
+        agree(group, n=1)
+        calls = agreement.calls
+        x.sum().backward()
+        assert agreement.calls == calls + layers and agreement.pending is not None
     attend(group).sum().backward()
     with pytest.raises(ValueError, match="^dropout_p: expected 0"):  # refused on every rank, alike
         attend(group, dropout_p=0.5)

@@ -200,6 +200,20 @@ def check_wrapped(rank, ranks):
         return sum(storages.values())
 
     assert kept(contextlib.nullcontext) <= kept(separate_functions)
+    for retain in (False, True):  # what a call keeps is freed before its gradients are exchanged, unless its graph is retained
+        out, freed = call(*inputs), []
+
+        def all_to_all(*arguments, node=out.grad_fn, freed=freed, run=_ulysses_eager.all_to_all):
+            try:
+                freed.append(node.saved_tensors is None)
+            except RuntimeError:
+                freed.append(True)
+            return run(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_ulysses_eager, "all_to_all", all_to_all)
+            out.backward(out.detach(), retain_graph=retain)
+        assert freed == [False, not retain]
     routes = _ulysses_eager._route.cache_info()
     for _ in range(3):
         grads(call)
