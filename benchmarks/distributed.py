@@ -196,9 +196,13 @@ def _twin(inputs: Inputs, method: str) -> Iterator[Provider]:
     def all_to_all(messages, *_):
         return received(messages, *messages.shape)
 
+    def exchange(messages, sent, to_receive, group):
+        return received(messages, sum(to_receive))
+
     with contextlib.ExitStack() as stack:
         for module, name, instead in (
             (_gathered, "start_all_gather", all_gather),
+            (_gathered, "start_exchange", exchange),
             (_gathered, "start_reduce_scatter", reduce_scatter),
             (_gathered, "wait", lambda tensor: tensor),
             (_ulysses, "start_all_to_all", all_to_all),

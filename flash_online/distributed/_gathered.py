@@ -5,6 +5,8 @@ All tensors here are rows first: [rows, batch, heads, width]; lse is [rows, batc
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,9 +16,12 @@ from torch.autograd import Function
 from .._attention_arguments import AttentionOptions
 from .._ops import accumulator_of, dense_strides_in_order, ops, surfaced
 from ._agreement import settle
-from ._group import Group, start_all_gather, start_reduce_scatter, wait
+from ._group import Group, start_all_gather, start_exchange, start_reduce_scatter, wait
 from ._layout import by_rank, in_sequence, pieces_of
 
+# What a rank sees of the keys begins at a multiple of this. Kernels pass over blocks of 16, 32, 48, 64, 96 or 128 keys: a row's
+# sums keep their order, and so their bits.
+KEY_STEP = 384
 GROUP_BYTES = 64 << 20  # target size of the gathered keys and values of a group of key heads; two groups exist at a time
 
 
@@ -40,7 +45,8 @@ class _Piece(NamedTuple):
     begin: int  # of this rank's rows
     end: int
     first: int  # position of `begin` in the whole sequence
-    keys: int  # number of leading keys of the sequence
+    at: int  # its first key, counted in the sequence; in a plan, in the keys that this rank gets
+    keys: int  # number of its keys
     front: int
     back: int
     options: AttentionOptions
@@ -50,35 +56,101 @@ class _Piece(NamedTuple):
         return self.front + self.end - self.begin + self.back
 
 
-def pieces(call: GatheredCall, rows: int, has_alibi: bool) -> list[_Piece]:
-    """The calls of attention that compute this rank's rows.
+class _Plan(NamedTuple):
+    """What a rank computes, and what it exchanges. Of each rank: the parts of its rows that this rank sees, and the parts of
+    this rank's rows that it sees; both are empty if every rank gets the whole sequence. A part is (place in what is seen, the
+    owner's first row, rows), in the order of the sequence."""
 
-    A piece [a, b) of the sequence sees keys up to t = min(b + right bound, L). Over the first t keys, aligned at the lower
-    right, its rows stand t - b positions too low. Without a right bound beyond b (the causal rule) the shift is 0. Otherwise a
-    window's bounds absorb the shift. ALiBi's distances cannot, and in a packed stream the shift differs per document: then
-    t - b empty rows are added after the rows or, if a is less, a empty rows before them, aligned at the upper left.
+    pieces: list[_Piece]
+    seen: list[list[tuple[int, int, int]]]
+    shown: list[list[tuple[int, int, int]]]
+
+
+def plan(call: GatheredCall, rows: int, has_alibi: bool) -> _Plan:
+    """The plan of a rank with this many rows."""
+    of = _plan.__wrapped__ if torch.compiler.is_compiling() else _plan
+    return of(call._replace(group=Group("", call.group.rank, call.group.ranks)), rows, has_alibi)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(call: GatheredCall, rows: int, has_alibi: bool) -> _Plan:
+    rank, ranks = call.group.rank, call.group.ranks
+    found = _pieces(call, rows, rank, has_alibi)
+    if not _receives_less(call, rows):
+        return _Plan(found, [], [])
+    ranges = [_ranges(_pieces(call, rows, r, has_alibi)) for r in range(ranks)]
+    chunks = [list(_rows(pieces_of(rows, r, ranks, call.layout))) for r in range(ranks)]
+    found = [piece._replace(at=_place(ranges[rank], piece.at)) for piece in found]
+    seen = [_parts(chunks[r], ranges[rank]) for r in range(ranks)]
+    return _Plan(found, seen, [_parts(chunks[rank], ranges[r]) for r in range(ranks)])
+
+
+def _pieces(call: GatheredCall, rows: int, rank: int, has_alibi: bool) -> list[_Piece]:
+    """The calls of attention that compute a rank's rows.
+
+    A piece [a, b) of the sequence sees keys from s, by the left bound, up to t = min(b + right bound, L). Over keys [s, t),
+    aligned at the lower right, its rows stand t - b positions too low. Without a right bound beyond b (the causal rule) the
+    shift is 0. Otherwise a window's bounds absorb the shift. ALiBi's distances cannot, and in a packed stream the shift differs
+    per document: then t - b empty rows are added after the rows or, if a - s is less, a - s empty rows before them, aligned at
+    the upper left. In a packed stream s is 0: a document's blocks of keys begin where it does, which only the device knows.
     """
     length, options, found = rows * call.group.ranks, call.options, []
     left, right = options.window_left, options.window_right
     positions_count = has_alibi or left >= 0 or right >= 0
     if not positions_count and not call.packed:
-        return [_Piece(0, rows, 0, length, 0, 0, options)]
-    for row, (a, b) in _rows(pieces_of(rows, call.group.rank, call.group.ranks, call.layout)):
+        return [_Piece(0, rows, 0, 0, length, 0, 0, options)]
+    for row, (a, b) in _rows(pieces_of(rows, rank, call.group.ranks, call.layout)):
         if not positions_count:
-            found.append(_Piece(row, row + b - a, a, length, 0, 0, options))
+            found.append(_Piece(row, row + b - a, a, 0, length, 0, 0, options))
             continue
-        keys = length if right < 0 else min(b + right, length)
-        shift, own = keys - b, options._replace(lower_right=True)
+        end = length if right < 0 else min(b + right, length)
+        start = max(a - left, 0) // KEY_STEP * KEY_STEP if _receives_less(call, rows) else 0
+        shift, keys, own = end - b, end - start, options._replace(lower_right=True)
         if shift and not has_alibi and not call.packed:
             bounds = {
                 "window_left": left + shift if left >= 0 else left,
                 "window_right": right - shift if right >= 0 else right,
             }
-            found.append(_Piece(row, row + b - a, a, keys, 0, 0, own._replace(**bounds)))
-        elif shift <= a:
-            found.append(_Piece(row, row + b - a, a, keys, 0, shift, own))
+            found.append(_Piece(row, row + b - a, a, start, keys, 0, 0, own._replace(**bounds)))
+        elif shift <= a - start:
+            found.append(_Piece(row, row + b - a, a, start, keys, 0, shift, own))
         else:
-            found.append(_Piece(row, row + b - a, a, keys, a, 0, options._replace(lower_right=False)))
+            found.append(_Piece(row, row + b - a, a, start, keys, a - start, 0, options._replace(lower_right=False)))
+    return found
+
+
+def _receives_less(call: GatheredCall, rows: int) -> bool:
+    """Whether a rank receives only keys that its rows see: a window hides the first KEY_STEP keys from some rows."""
+    if call.packed or call.options.window_left < 0:
+        return False
+    last = pieces_of(rows, 0, call.group.ranks, "zigzag")[-1][0] if call.layout == "zigzag" else (call.group.ranks - 1) * rows
+    return last - call.options.window_left >= KEY_STEP
+
+
+def _ranges(found: list[_Piece]) -> list[tuple[int, int]]:
+    """The ranges of the sequence that pieces see, ascending and disjoint."""
+    ranges: list[tuple[int, int]] = []
+    for piece in found:
+        begin, end = piece.at, piece.at + piece.keys
+        if ranges and begin <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], end
+        else:
+            ranges.append((begin, end))
+    return ranges
+
+
+def _place(ranges: list[tuple[int, int]], position: int) -> int:
+    """The place of a position in these ranges, one after another."""
+    return sum(min(end, position) - begin for begin, end in ranges if begin < position)
+
+
+def _parts(chunks: list[tuple[int, tuple[int, int]]], ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    found = []
+    for row, (a, b) in chunks:
+        for begin, end in ranges:
+            first, last = max(a, begin), min(b, end)
+            if first < last:
+                found.append((_place(ranges, first), row + first - a, last - first))
     return found
 
 
@@ -104,11 +176,11 @@ class Gathered(Function):
     @staticmethod
     def forward(ctx, call: GatheredCall, query, key, value, slopes, sinks, starts):
         count = groups_of(key, value, call.group.ranks)
-        todo = pieces(call, query.shape[0], slopes is not None)
+        own = plan(call, query.shape[0], slopes is not None)
         outs, lses, lows = [], [], []
-        for n, (k, v) in enumerate(_gathered(call, key, value, count)):
+        for n, (k, v) in enumerate(_gathered(call, own, key, value, count)):
             q, alibi, logits = _group(query, n, count, 2), _group(slopes, n, count, -1), _group(sinks, n, count, 0)
-            results = [_forward(call, piece, q, k, v, alibi, logits, starts) for piece in todo]
+            results = [_forward(call, piece, q, k, v, alibi, logits, starts) for piece in own.pieces]
             for kept, parts in zip((outs, lses, lows), zip(*results, strict=True), strict=True):
                 kept.append(_joined(parts, 0))
         out, lse, low = _like(_joined(outs, 2), query), _joined(lses, 2), _joined(lows, 2)
@@ -128,22 +200,22 @@ class Gathered(Function):
         call, count = ctx.call, ctx.count
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        todo, wanted = pieces(call, query.shape[0], slopes is not None), any(ctx.needs_input_grad[2:4])
+        own, wanted = plan(call, query.shape[0], slopes is not None), any(ctx.needs_input_grad[2:4])
         grad_queries, grad_sinks, sums, pending = [], [], [], None
-        for n, (k, v) in enumerate(_gathered(call, key, value, count)):
+        for n, (k, v) in enumerate(_gathered(call, own, key, value, count)):
             by_row = [_group(tensor, n, count, 2) for tensor in (grad_out, grad_lse, query, out, lse, low)]
             alibi, logits = _group(slopes, n, count, -1), _group(sinks, n, count, 0)
-            grad_query, grad_key_value, grad_logits = _backward_of_group(call, todo, by_row, k, v, alibi, logits, starts)
+            grad_query, grad_key_value, grad_logits = _backward_of_group(call, own.pieces, by_row, k, v, alibi, logits, starts)
             grad_queries.append(grad_query)
             grad_sinks.append(grad_logits)
             if wanted:
                 # The previous group's reduce-scatter runs while this group's gradients are computed.
                 if pending is not None:
-                    sums.append(wait(pending))
-                pending = _start_sum(call, grad_key_value)
+                    sums.append(pending())
+                pending = _start_sum(call, own, grad_key_value, query.shape[0])
         grad_key = grad_value = None
         if wanted:
-            sums.append(wait(pending) if pending.numel() else pending)
+            sums.append(pending())
             grad_key, grad_value = _unpacked(sums, key, value, count)
         return (
             *(None, _joined(grad_queries, 2), grad_key if ctx.needs_input_grad[2] else None),
@@ -178,16 +250,17 @@ def _like(out: Tensor, query: Tensor) -> Tensor:
 # --- Keys and values of all ranks -------------------------------------------------------------------------------------------
 
 
-def _gathered(call: GatheredCall, key: Tensor, value: Tensor, count: int):
-    """(key, value) of the whole sequence, one group of heads after another; the next group is gathered while one is in use."""
+def _gathered(call: GatheredCall, own: _Plan, key: Tensor, value: Tensor, count: int):
+    """(key, value) of the whole sequence, or of what this rank's rows see, one group of heads after another; the next group is
+    gathered while one is in use."""
 
     def start(n):
         k, v = _group(key, n, count, 2), _group(value, n, count, 2)
-        return _start_gather(torch.cat((k.flatten(2), v.flatten(2)), 2), call.group)
+        return _start_gather(call, own, torch.cat((k.flatten(2), v.flatten(2)), 2))
 
     pending = start(0)
     for n in range(count):
-        rows = in_sequence(wait(pending) if pending.numel() else pending, call.group.ranks, call.layout)
+        rows = pending()
         if n + 1 < count:
             pending = start(n + 1)
         keys = key.shape[2] // count * key.shape[3]
@@ -197,17 +270,64 @@ def _gathered(call: GatheredCall, key: Tensor, value: Tensor, count: int):
         )
 
 
-def _start_gather(rows: Tensor, group: Group) -> Tensor:
+def _start_gather(call: GatheredCall, own: _Plan, rows: Tensor) -> Callable[[], Tensor]:
+    """Starts the exchange of all ranks' rows. Returns a function that waits for it and returns what this rank sees of them, in
+    the order of the sequence."""
+    group, width = call.group, rows.shape[1:]
     if not rows.numel():  # on all ranks
-        return rows.new_empty(rows.shape[0] * group.ranks, *rows.shape[1:])
-    return start_all_gather(rows, group)
+        return lambda: rows.new_empty(rows.shape[0] * group.ranks, *width)
+    if not own.seen:
+        pending = start_all_gather(rows, group)
+        return lambda: in_sequence(wait(pending), group.ranks, call.layout)
+    messages = [rows[row : row + n] for r, parts in enumerate(own.shown) if r != group.rank for _, row, n in parts]
+    started = _start_exchange(group, messages, rows, own.shown, own.seen)
+
+    def finish() -> Tensor:
+        arrived, found = started(), []
+        for r, parts in enumerate(own.seen):
+            for at, row, n in parts:
+                found.append((at, rows[row : row + n] if r == group.rank else arrived.pop(0)))
+        return torch.cat([part for _, part in sorted(found, key=lambda pair: pair[0])])
+
+    return finish
 
 
-def _start_sum(call: GatheredCall, rows: Tensor) -> Tensor:
-    """This rank's rows of the sum over ranks of the gradients of all keys and values."""
-    if not rows.numel():
-        return rows.new_zeros(rows.shape[0] // call.group.ranks, *rows.shape[1:])
-    return start_reduce_scatter(by_rank(rows, call.group.ranks, call.layout), call.group)
+def _start_sum(call: GatheredCall, own: _Plan, grads: Tensor, count: int) -> Callable[[], Tensor]:
+    """Starts the exchange of the gradients of what `_start_gather` returned. Returns a function that waits for it and returns
+    the sum over the ranks for this rank's `count` rows."""
+    group, width = call.group, grads.shape[1:]
+    if not grads.numel():
+        return lambda: grads.new_zeros(count, *width)
+    if not own.seen:
+        pending = start_reduce_scatter(by_rank(grads, group.ranks, call.layout), group)
+        return lambda: wait(pending)
+    messages = [grads[at : at + n] for r, parts in enumerate(own.seen) if r != group.rank for at, _, n in parts]
+    started = _start_exchange(group, messages, grads, own.seen, own.shown)
+
+    def finish() -> Tensor:
+        arrived, total = started(), None
+        for r, parts in enumerate(own.shown):
+            found, end = [], 0
+            for at, row, n in parts:
+                found += [grads.new_zeros(row - end, *width), grads[at : at + n] if r == group.rank else arrived.pop(0)]
+                end = row + n
+            if parts:
+                whole = torch.cat([*found, grads.new_zeros(count - end, *width)])
+                total = whole if total is None else total + whole
+        return total
+
+    return finish
+
+
+def _start_exchange(group: Group, messages: list[Tensor], like: Tensor, sent, received) -> Callable[[], list[Tensor]]:
+    """Sends each other rank its parts of rows. Returns a function that waits for the received parts, in order of ranks."""
+    size, others = like[0].numel(), [r for r in range(group.ranks) if r != group.rank]
+    sizes = [
+        [size * sum(n for _, _, n in parts[r]) * (r != group.rank) for r in range(group.ranks)] for parts in (sent, received)
+    ]
+    pending = start_exchange(torch.cat(messages).flatten() if messages else like.new_empty(0), *sizes, group)
+    lengths = [n for r in others for _, _, n in received[r]]
+    return lambda: list(wait(pending).view(-1, *like.shape[1:]).split(lengths))
 
 
 def _unpacked(sums, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -224,7 +344,7 @@ def _unpacked(sums, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Ten
 def _starts(piece: _Piece, starts: Tensor) -> tuple[Tensor, Tensor]:
     """Starts of the documents of a packed stream in a piece's rows and keys. Documents outside the piece have no rows."""
     first = piece.first - piece.front
-    return starts.clamp(first, first + piece.queries) - first, starts.clamp(max=piece.keys)
+    return starts.clamp(first, first + piece.queries) - first, starts.clamp(max=piece.keys)  # packed: `at` is 0
 
 
 def _padded(piece: _Piece, rows: Tensor, fill: float = 0.0) -> Tensor:
@@ -249,13 +369,17 @@ def _from_kernel(call: GatheredCall, result: Tensor, lse: bool) -> Tensor:
     return result.unsqueeze(1) if call.packed else result.permute(2, 0, 1, 3)
 
 
+def _keys_of(piece: _Piece, *rows: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t[piece.at : piece.at + piece.keys] for t in rows)
+
+
 def _longest(call: GatheredCall, piece: _Piece) -> tuple[int, int]:
     return min(call.longest, piece.queries), min(call.longest, piece.keys)
 
 
 def _forward(call: GatheredCall, piece: _Piece, query, key, value, slopes, sinks, starts):
     """(out, lse, lse_low) of a piece's rows."""
-    q, k, v = (_to_kernel(call, t) for t in (_padded(piece, query), key[: piece.keys], value[: piece.keys]))
+    q, k, v = (_to_kernel(call, t) for t in (_padded(piece, query), *_keys_of(piece, key, value)))
     try:
         if call.packed:
             tensors = (q, k, v, *_starts(piece, starts), slopes, sinks, None)
@@ -273,7 +397,7 @@ def _backward(call: GatheredCall, piece: _Piece, by_row, key, value, slopes, sin
     fills = (0.0, 0.0, 0.0, 0.0, float("-inf"), 0.0)
     rows = (None if t is None else _to_kernel(call, _padded(piece, t, f)) for t, f in zip(by_row, fills, strict=True))
     grad_out, grad_lse, q, out, lse, low = rows
-    k, v = (_to_kernel(call, t[: piece.keys]) for t in (key, value))
+    k, v = (_to_kernel(call, t) for t in _keys_of(piece, key, value))
     kept = (out, lse.contiguous(), low.contiguous())
     try:
         if call.packed:
@@ -294,12 +418,17 @@ def _backward_of_group(call: GatheredCall, todo, by_row, key, value, slopes, sin
     """For one group of heads: the gradients of this rank's queries; the gradients of all keys and values, packed, summed over
     the pieces in float32; the gradients of sinks."""
     grad_queries, total, grad_sinks = [], None, None
-    for piece in todo:  # each piece sees at least the keys of the previous one
+    for piece in todo:
         grad_query, grad_key, grad_value, own_sinks = _backward(call, piece, by_row, key, value, slopes, sinks, starts)
         grad_queries.append(grad_query)
         own = torch.cat((grad_key.flatten(2), grad_value.flatten(2)), 2).to(accumulator_of(key.dtype))
-        # Not summed in slices of one tensor: the compiler takes minutes for it.
-        total = own if total is None else torch.cat((total + own[: total.shape[0]], own[total.shape[0] :]))
+        # Not summed in slices of one tensor: the compiler takes minutes for it. A piece's keys begin in those of the pieces
+        # before it, or where these end, and end after them.
+        if total is None:
+            total = own
+        else:
+            both = total.shape[0] - piece.at
+            total = torch.cat((total[: piece.at], total[piece.at :] + own[:both], own[both:]))
         grad_sinks = own_sinks if grad_sinks is None else grad_sinks + own_sinks
     unseen = key.shape[0] - total.shape[0]
     if unseen:

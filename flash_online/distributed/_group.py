@@ -79,4 +79,10 @@ def start_all_to_all(messages: Tensor, group: Group) -> Tensor:
     if not messages.numel():
         return messages
     sizes = [messages.numel() // (group.ranks - 1) * (rank != group.rank) for rank in range(group.ranks)]
-    return _c10d.all_to_all_single.default(messages, sizes, sizes, group.name)
+    return start_exchange(messages, sizes, sizes, group)
+
+
+def start_exchange(messages: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    """Sends a contiguous vector with `sent[rank]` elements for each rank. Returns the `received[rank]` elements of each, after
+    `wait`."""
+    return _c10d.all_to_all_single.default(messages, received, sent, group.name)

@@ -9,12 +9,19 @@ import context_parallel_calls
 import context_parallel_cases
 import context_parallel_eager
 import context_parallel_training
+import context_parallel_windows
 import torch
 from ranks import joined
 
 CHECKS = {
     name: function
-    for module in (context_parallel_cases, context_parallel_calls, context_parallel_training, context_parallel_eager)
+    for module in (
+        context_parallel_cases,
+        context_parallel_calls,
+        context_parallel_training,
+        context_parallel_eager,
+        context_parallel_windows,
+    )
     for name, function in vars(module).items()
     if name.startswith("check_")
 }
