@@ -26,7 +26,7 @@ from ..attention import Attention, AttentionKeywords, attention_impl, default_sc
 from ..varlen import varlen_impl
 from ._agreement import checked_on_all_ranks, numbered
 from ._gathered import Gathered, GatheredCall, groups_of
-from ._group import Group, group_of
+from ._group import Group, group_of, is_traced
 from ._layout import check_layout
 from ._ulysses import head_groups, plan_heads, ulysses
 from ._ulysses_eager import EagerCall, takes, ulysses_eager
@@ -345,7 +345,7 @@ def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layou
     deterministic = is_deterministic(options["deterministic"])
     if method == "auto":
         train = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-        if torch.compiler.is_compiling():
+        if is_traced():
             method = choose(*map(_rows_first, (q, k, v)), group, layout, options["causal"], train)
         else:
             method = _chosen((q.shape, k.shape, v.shape), q.dtype, group.ranks, layout, options["causal"], train)

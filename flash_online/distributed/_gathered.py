@@ -16,7 +16,7 @@ from torch.autograd import Function
 from .._attention_arguments import AttentionOptions
 from .._ops import accumulator_of, dense_strides_in_order, ops, surfaced
 from ._agreement import settle
-from ._group import Group, start_all_gather, start_exchange, start_reduce_scatter, wait
+from ._group import Group, is_traced, start_all_gather, start_exchange, start_reduce_scatter, wait
 from ._layout import by_rank, in_sequence, pieces_of
 
 # What a rank sees of the keys begins at a multiple of this. Kernels pass over blocks of 16, 32, 48, 64, 96 or 128 keys: a row's
@@ -68,7 +68,7 @@ class _Plan(NamedTuple):
 
 def plan(call: GatheredCall, rows: int, has_alibi: bool) -> _Plan:
     """The plan of a rank with this many rows."""
-    of = _plan.__wrapped__ if torch.compiler.is_compiling() else _plan
+    of = _plan.__wrapped__ if is_traced() else _plan
     return of(call._replace(group=Group("", call.group.rank, call.group.ranks)), rows, has_alibi)
 
 

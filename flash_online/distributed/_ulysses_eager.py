@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._attention_arguments import AttentionOptions
-from .._autograd import dispatches, plain_apply, requires_grad, unwrap_if_dead
+from .._autograd import plain_apply, requires_grad, unwrap_if_dead
 from .._ops import below_autograd, ops, surfaced
 from ._agreement import settle
-from ._group import Group, process_group
+from ._group import Group, is_traced, process_group
 from ._ulysses import (
     PLAIN,
     WIDE,
@@ -61,16 +61,12 @@ class EagerCall(NamedTuple):
 
 def takes(group: Group, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None) -> bool:
     """Whether `ulysses_eager` takes a call, in one group of heads."""
-    if group.ranks == 1 or _is_traced():
+    if group.ranks == 1 or is_traced():
         return False
     for tensor in (query, key, value):
         if type(tensor) not in PLAIN or tensor.shape[1] % group.ranks or not tensor.numel():
             return False
     return all(tensor is None or type(tensor) in PLAIN for tensor in others)
-
-
-def _is_traced() -> bool:
-    return dispatches() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def ulysses_eager(call: EagerCall, query, key, value, slopes, sinks, starts) -> tuple[Tensor, Tensor | None]:
@@ -128,7 +124,7 @@ class _Ulysses(Function):
         settle(ctx.call.group)
         saved = list(ctx.saved_tensors)  # once: a checkpoint refuses a second reading
         given = [grad for grad in (grad_out, grad_lse, *grads_whole) if grad is not None]
-        traced = torch.is_grad_enabled() or _is_traced() or any(type(grad) not in PLAIN for grad in given)
+        traced = torch.is_grad_enabled() or is_traced() or any(type(grad) not in PLAIN for grad in given)
         if traced or any(grad is not None for grad in grads_whole):
             *grads, grad_sinks = _differentiable_backward(ctx, saved, grad_out, grad_lse, grads_whole)
         else:

@@ -3,6 +3,7 @@ ranks, calls that differ between ranks, and a rank that does not come."""
 
 from __future__ import annotations
 
+import functools
 import time
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from context_parallel_cases import LAYOUTS, METHODS, small
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash_online
 from flash_online.distributed import (
@@ -147,6 +149,10 @@ def check_groups(rank, ranks):
     for method in METHODS:
         assert torch.equal(context_parallel_attention(whole, whole, whole, group=alone, method=method, causal=True),
                            flash_online.attention(whole, whole, whole, causal=True))  # fmt: skip
+
+        call = functools.partial(context_parallel_attention, group=alone, method=method, window=(3, None))
+        tensors = whole, whole.sin(), whole.cos()
+        assert torch.equal(make_fx(call, tracing_mode="symbolic")(*tensors)(*tensors), call(*tensors))
 
 
 def check_failures(rank, ranks):

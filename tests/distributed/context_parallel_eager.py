@@ -179,7 +179,7 @@ def check_wrapped(rank, ranks):
     out.sum().backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         out.sum().backward()
-    for made in (torch._C._len_torch_dispatch_stack, _ulysses_eager._is_traced):
+    for made in (torch._C._len_torch_dispatch_stack, _ulysses_eager.is_traced):
         assert not made()
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         assert not is_eager(call(*inputs))
