@@ -403,12 +403,14 @@ def generation_table(record: dict) -> list[str]:
     for result in results:
         found = result["providers"]
         row = [result["options"]["cache"], str(result["sizes"]["B"]), str(result["sizes"]["L"])]
-        row += [pair((found[n]["prompt_ms"], found[n]["token_ms"])) if n in found else "-" for n in names]
+        for n in names:
+            row.append(pair(found[n][what] for what in ("prompt_ms", "token_ms") if what in found[n]) if n in found else "-")
         for what in ("prompt_ms", "token_ms"):
-            best = min((entry[what] for name, entry in found.items() if name not in ours), default=None)
-            row += [times(best / found[n][what]) if best and n in found else "-" for n in ours]
+            took = {name: entry[what] for name, entry in found.items() if what in entry}
+            best = min((ms for name, ms in took.items() if name not in ours), default=None)
+            row += [times(best / took[n]) if best and n in took else "-" for n in ours]
         rows.append(row)
     if not rows:
         return []
     head = ["cache", "B", "prompt", *names, *(f"x the fastest peer, {what}: {n}" for what in ("prompt", "token") for n in ours)]
-    return ["", "Llama 3, generation: ms of the prompt / of a token.", "", *table(head, rows)]
+    return ["", "Llama 3, generation: ms of the prompt / of a token; one number: of a token.", "", *table(head, rows)]

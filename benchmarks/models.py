@@ -7,8 +7,9 @@ without gradients, and a training step, which is the forward and backward pass o
 time them; memory is the allocator's peak in addition to model and input.
 
 Generation: Llama 3's sizes, 1 or 16 prompts of 1024 to 32768 tokens, a dynamic and a static cache; the prompt and a token
-apart, until the device has finished, so that the host's part counts. sdpa is torch's choice of a backend, and each backend
-that takes the calls; ours is `override()` of torch's function, and the implementation that `register()` adds.
+apart, until the device has finished, so that the host's part counts. In the place of 16 prompts of 32768 tokens the cache gets
+random keys, untimed. sdpa is torch's choice of a backend, and each backend that takes the calls; ours is `override()` of
+torch's function, and the implementation that `register()` adds.
 
 First, the output and a gradient, or a generated step's output, of every implementation are compared with the model in float32
 with eager attention, at a length for which it fits: the error may be at most 1.5 times the error of eager attention in
@@ -41,6 +42,8 @@ from .timing import Timer, call_timer, interleave
 LENGTHS, CHECKED_LENGTH = (8192, 32768), 1024
 PROMPTS, BATCHES, CACHES = (1024, 8192, 32768), (1, 16), ("dynamic", "static")
 NEW_TOKENS = 8  # of a sample
+MOST_PROMPT_TOKENS = 1 << 17  # of a batch; with more, the cache is filled with random keys and no prompt is timed
+PROMPT_ROUNDS = 2
 MAX_DISTANCE, MAX_FLOAT32_DISTANCE = 1.5, 1e-5  # relative to eager attention's distance; relative, for float32 models
 IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", OURS: "online_attention"}
 OVERRIDE = f"{OURS} by override"
@@ -200,15 +203,27 @@ class Generation:
         self.cache = None
 
     def read_prompt(self) -> Tensor:
+        self.model.set_attn_implementation(self.implementation)
+        self._empty_cache()
+        return self._forward(self.prompt)
+
+    def fill_cache(self) -> None:
+        """Random keys and values in the place of a prompt's."""
+        config, (batch, length) = self.model.config, self.prompt.shape
+        self._empty_cache()
+        for layer in range(config.num_hidden_layers):
+            shape = (batch, config.num_key_value_heads, length, config.head_dim)
+            key, value = (torch.randn(shape, device=self.prompt.device, dtype=self.model.dtype) for _ in range(2))
+            self.cache.update(key, value, layer)
+
+    def _empty_cache(self) -> None:
         import transformers
 
-        self.model.set_attn_implementation(self.implementation)
         if self.kind == "static":
             length = self.prompt.shape[1] + NEW_TOKENS
             self.cache = transformers.StaticCache(config=self.model.config, max_cache_len=length)
         else:
             self.cache = transformers.DynamicCache()
-        return self._forward(self.prompt)
 
     def generate(self) -> Tensor:
         """The last of NEW_TOKENS steps' output."""
@@ -265,24 +280,29 @@ def measure_generation(case: ModelCase, rounds: int, device: str) -> dict:
     model, result = make_model(case.options["model"], device, case.dtype).eval(), case.head() | {"rounds": rounds}
     check_generation(case, model, device)
     prompt = torch.randint(0, 1024, (case.sizes["B"], case.sizes["L"]), device=device)
-    timers = {}
+    prompts, tokens = {}, {}
     for name, (implementation, setting) in GENERATORS.items():
-        generation = Generation(model, prompt, case.options["cache"], implementation)
+        generation, reads = (
+            Generation(model, prompt, case.options["cache"], implementation),
+            prompt.numel() <= MOST_PROMPT_TOKENS,
+        )
         try:
             with setting():
-                generation.read_prompt()
+                generation.read_prompt() if reads else generation.fill_cache()
                 generation.generate()
         except torch.OutOfMemoryError:
             result["unavailable"][name] = NO_MEMORY
         except RuntimeError as refusal:
             result["unavailable"][name] = str(refusal).splitlines()[0][:60]
         else:
-            timers[name, "prompt"] = WholeTimer(generation.read_prompt, setting, device)
-            timers[name, "token"] = WholeTimer(generation.generate, setting, device)
-    interleave(list(timers.values()), 0, rounds)
-    for (name, what), timer in timers.items():
-        steps = NEW_TOKENS if what == "token" else 1
-        result["providers"].setdefault(name, {})[f"{what}_ms"] = 1e3 * timer.median / steps
+            if reads:
+                prompts[name] = WholeTimer(generation.read_prompt, setting, device)
+            tokens[name] = WholeTimer(generation.generate, setting, device)
+    interleave(list(tokens.values()), 0, rounds)
+    interleave(list(prompts.values()), 0, min(rounds, PROMPT_ROUNDS))
+    for name, timer in tokens.items():
+        of_prompt = {"prompt_ms": 1e3 * prompts[name].median} if name in prompts else {}
+        result["providers"][name] = of_prompt | {"token_ms": 1e3 * timer.median / NEW_TOKENS}
     return result
 
 

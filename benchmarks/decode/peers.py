@@ -22,7 +22,7 @@ from ..attention.summary import CUDNN, EFFICIENT, FA3
 from ..peers import Unavailable
 from ..summary import FLASH, OURS
 from .cases import FLOAT8, SHARED, Problem, Tensors
-from .summary import ANY_SPLITS, CONTIGUOUS, FA3_FULL, FLASHINFER, PLAIN, REPEATED, WIDE
+from .summary import ANY_SPLITS, CONTIGUOUS, FA3_FULL, FLASHINFER, PLAIN, REPEATED, WIDE, WITH_LENGTHS
 
 WORKSPACE = 128 << 20  # bytes for FlashInfer's wrappers
 DECODE_ROWS = 128  # most rows of queries per key head of the kernel for few queries
@@ -42,8 +42,9 @@ class Call:
 # --- Ours --------------------------------------------------------------------------------------------------------------------
 
 
-def ours(problem: Problem) -> Call:
-    """Under strict(), so that calls forwarded to torch are never timed as ours."""
+def ours(problem: Problem, lengths: bool | None = None) -> Call:
+    """Under strict(), so that calls forwarded to torch are never timed as ours. `lengths`: whether the device has them; None:
+    but for full contiguous caches, of which torch's function knows as much."""
     if "prefix" in problem.options:
         return ours_cascade(problem)
     if problem.cell.family == "drop-in":
@@ -55,8 +56,11 @@ def ours(problem: Problem) -> Call:
     if problem.scales:
         options |= dict(zip(("key_scale", "value_scale"), problem.scales, strict=True))
 
+    if lengths is None:
+        lengths = problem.cell.family != "plain"
+
     def run(one: Tensors) -> Callable[[], Tensor]:
-        caches = (one.query, one.key_cache, one.value_cache, problem.lengths)
+        caches = (one.query, one.key_cache, one.value_cache, problem.lengths if lengths else None)
         return functools.partial(flash_online.kvcache_attention, *caches, key=one.key, value=one.value, **options)
 
     return Call(problem, [run(one) for one in problem.sets], setting=flash_online.strict)
@@ -84,6 +88,10 @@ def ours_cascade(problem: Problem) -> Call:
 
 def ours_repeated(problem: Problem) -> Call:
     return ours(problem.without("prefix"))
+
+
+def ours_with_lengths(problem: Problem) -> Call:
+    return ours(problem, lengths=True)
 
 
 def ours_plain(problem: Problem) -> Call:
@@ -227,6 +235,7 @@ def flashinfer(problem: Problem) -> Call:
 
 PROVIDERS: dict[str, Callable[[Problem], Call]] = {
     OURS: ours,
+    WITH_LENGTHS: ours_with_lengths,
     PLAIN: ours_plain,
     ANY_SPLITS: ours_with_any_splits,
     CONTIGUOUS: ours_contiguous,
@@ -241,7 +250,7 @@ PROVIDERS: dict[str, Callable[[Problem], Call]] = {
 }
 _CONTIGUOUS = (OURS, FA3, FA3_FULL, CUDNN, FLASH)
 IN_FAMILY = {
-    "plain": _CONTIGUOUS,
+    "plain": (OURS, WITH_LENGTHS, *_CONTIGUOUS[1:]),
     "drop-in": (OURS, CUDNN, FLASH, EFFICIENT),
     "paged": (OURS, FA3, FLASHINFER),
     "options": (*_CONTIGUOUS, FLASHINFER),

@@ -13,7 +13,7 @@ FA3_FULL, FLASHINFER = "FA3, without lengths", "FlashInfer"
 # Variants of our call: not peers, but targets compare with them.
 PLAIN, ANY_SPLITS = f"{OURS}, without append", f"{OURS}, num_splits None"
 CONTIGUOUS, WIDE = f"{OURS}, contiguous", f"{OURS}, 16-bit caches"
-REPEATED = f"{OURS}, repeated pages"
+REPEATED, WITH_LENGTHS = f"{OURS}, repeated pages", f"{OURS}, with lengths"
 FAMILIES = {
     "plain": "Contiguous caches",
     "drop-in": "Torch's function, one query",

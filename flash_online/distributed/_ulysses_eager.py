@@ -255,7 +255,9 @@ def _exchanged(call: EagerCall, to: str, tensors: Sequence[Tensor], likes: Seque
 def all_to_all(messages: Tensor, splits: list[int], group: Group) -> Tensor:
     """Sends `splits[rank]` elements to each rank, and returns as many of each."""
     received = torch.empty_like(messages)
-    _all_to_all(process_group(group), received, messages, splits, splits, _ON_CURRENT_STREAM).wait()
+    work = _all_to_all(process_group(group), received, messages, splits, splits, _ON_CURRENT_STREAM)
+    if work is not None:  # NCCL has nothing to wait for on the current stream
+        work.wait()
     return received
 
 

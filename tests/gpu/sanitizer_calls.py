@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -182,6 +183,18 @@ def decode(page, **options):
     return call
 
 
+def dense_keys(batch, heads=(8, 2), keys=1200, head_dim=128, function=None, **options):
+    """Few rows over dense keys; without a `function`, attention computes them."""
+
+    def call():
+        query = randn(batch, heads[0], 2, head_dim, grad=False)
+        key, value = (randn(batch, heads[1], keys, head_dim, grad=False) for _ in range(2))
+        made = {name: make() if callable(make) else make for name, make in options.items()}
+        return (function or flash_online.attention)(query, key, value, return_lse=True, **made)
+
+    return call
+
+
 def few_queries(heads=(8, 2), queries=1, head_dim=128, lengths=(700, 0, 33), page=16, cache_dtype=None, starts=None, **options):
     """Queries over pages, dense or packed from `starts` on: the family for steps of decoding takes them where there are at most
     16 rows per key head or pages that Hopper does not take, but for num_splits beside packed queries."""
@@ -277,6 +290,15 @@ CACHED = {
     "decode, packed, float8": few_queries(heads=(12, 1), queries=3, starts=(0, 1, 3, 6), cache_dtype=torch.float8_e4m3fn),
     "shared": cascade,
     "decode, 64 pieces": few_queries(lengths=(9000, 70), num_splits=64),
+    # On 132 SMs: 2, 96, 128 items of 8 units of one step.
+    "dense, a cluster per item": dense_keys(1, causal=True, window=(1100, 0), alignment="lower_right"),
+    "dense, shares of the line": dense_keys(12, heads=(16, 8)),
+    "dense, whole items": dense_keys(16, heads=(16, 8), sinks=lambda: torch.rand(16, device="cuda")),
+    "dense, mask": dense_keys(2, mask=lambda: torch.rand(2, 1, 1, 1200, device="cuda") < 0.5),
+    "dense, head dim 256": dense_keys(1, keys=4100, head_dim=256),
+    "dense, full caches": dense_keys(
+        4, keys=700, function=functools.partial(flash_online.kvcache_attention, cache_seqlens=None)
+    ),
     "small tiles in shares": few_queries(heads=(16, 1), queries=3, sinks=lambda: torch.rand(16, device="cuda")),
     "small tiles in shares, packed": few_queries(heads=(12, 1), queries=5, starts=(0, 3, 3, 8), head_dim=64),
     "large tiles in shares": few_queries(queries=33, lengths=(9000, 40, 3000, 0)),

@@ -613,6 +613,17 @@ def test_a_quick_run_of_models_compares_them_with_eager(tmp_path):
     assert by_model["gpt-oss"]["unavailable"] == {"sdpa": "refused by transformers"}
 
 
+@WITHOUT_GPU
+@pytest.mark.nightly
+def test_prompts_that_take_too_long_are_random_keys(modules, monkeypatch):
+    pytest.importorskip("transformers")
+    models = modules["models"]
+    monkeypatch.setattr(models, "MOST_PROMPT_TOKENS", 0)
+    case = next(case for case in models.cases_of("cpu") if case.family == "generation")
+    found = models.measure_generation(case, 1, "cpu")["providers"]
+    assert {"sdpa", "flash_online"} <= set(found) and all(list(entry) == ["token_ms"] for entry in found.values())
+
+
 # --- Commands -----------------------------------------------------------------------------------------------------------------
 
 

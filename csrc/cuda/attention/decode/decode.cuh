@@ -49,7 +49,14 @@ inline DecodePool decode_pool(const AttentionProblem& problem, const ConstView4&
   return {static_cast<const char*>(view.data), view.stride[1] * bytes, vectors(0), vectors(2), static_cast<int>(width * bytes)};
 }
 
-// The instance for a problem: kPlain if plain_arguments() has its arguments, kDense if dense_arguments() has them.
+// Whether the host knows which keys a call sees: all that the cache has room for, in one block per sequence.
+inline bool has_known_keys(const CacheView& cache) {
+  return !cache.table && !cache.lengths && !cache.left && !cache.rows && !cache.query_lengths && !cache.new_starts &&
+         !is_float8(cache.dtype) && !cache.key_scale && !cache.value_scale;
+}
+
+// The instance for a problem: kPlain if plain_arguments() has its arguments, kDense if dense_arguments() has them. Some of the
+// former's calls run as the latter's (DecodeSetup).
 inline DecodeCalls decode_calls(const AttentionProblem& p) {
   const CacheView& cache = p.cache;
   if (score_mods(p) != 0 || (p.out.stride[3] != 1 && p.head_dim_v > 1)) return DecodeCalls::kAll;
@@ -60,40 +67,84 @@ inline DecodeCalls decode_calls(const AttentionProblem& p) {
   return is_plain ? DecodeCalls::kPlain : DecodeCalls::kAll;
 }
 
-// A kernel's layout, and what follows from it.
+// A kernel's instance and layout, and what follows from them.
 template <int kHeadDim, bool kFloat8, int kRowTiles>
 struct DecodeSetup {
   static constexpr int kStageBytes = decode_stage_bytes(kHeadDim, kFloat8),
-                       kQueryBytes = decode_query_bytes(kHeadDim, 16 * kRowTiles);
+                       kQueryBytes = decode_query_bytes(kHeadDim, 16 * kRowTiles),
+                       kTileKeys = decode_tile_keys(kHeadDim, kFloat8);
+  DecodeCalls calls;
   DecodeLayout layout;
-  DenseShared dense{};
   DecodeShape shape{};
+  DenseShared dense{};
+  DenseSplit split{};
+  DensePartials dense_partials{};
+
   DecodeSetup(const AttentionProblem& problem, int most_shared_bytes)
-      : layout(decode_layout(has_few_items(problem), kStageBytes, kQueryBytes, most_shared_bytes)) {
+      : calls(decode_calls(problem)),
+        layout(decode_layout(has_few_items(problem), kStageBytes, kQueryBytes, most_shared_bytes)) {
     if (layout.warps == 0) return;
-    if (kRowTiles == 1 && decode_calls(problem) == DecodeCalls::kDense) set_dense(problem, most_shared_bytes);
-    shape = decode_shape(problem, 16 * kRowTiles, decode_tile_keys(kHeadDim, kFloat8), layout.warps);
-    if (dense.buffers == 0) return;
-    const int64_t step_keys = int64_t{decode_tile_keys(kHeadDim, kFloat8)} * layout.warps;
-    shape.unit_steps = static_cast<int>(ceil_div(ceil_div(problem.keys, problem.cache.kv_splits), step_keys));
-    // Shares of whole items need no merge, where they keep nearly all CTAs busy until the end.
-    const int64_t turns = ceil_div(items(problem), most_ctas());
-    if (items(problem) * 100 >= turns * most_ctas() * 97) shape.least_share = static_cast<int>(turns * units(problem));
+    const bool may_be_dense = calls == DecodeCalls::kDense || (calls == DecodeCalls::kPlain && has_known_keys(problem.cache));
+    if (!kFloat8 && kRowTiles == 1 && may_be_dense && set_dense(problem, most_shared_bytes)) return;
+    if (calls == DecodeCalls::kDense) calls = DecodeCalls::kAll;
+    shape = decode_shape(problem, 16 * kRowTiles, kTileKeys, layout.warps);
+  }
+  // Sets up a dense call; one over a cache only if its items are then split better. Otherwise changes nothing.
+  bool set_dense(const AttentionProblem& problem, int most_shared_bytes) {
+    DecodeSetup own = *this;
+    own.calls = DecodeCalls::kDense;
+    if (problem.cache.is_dense ? !own.set_units(problem, most_shared_bytes) : !own.set_few_units(problem, most_shared_bytes))
+      return false;
+    own.dense_partials = DensePartials::of(problem, own.shape, own.units(problem));
+    *this = own;
+    return true;
+  }
+  // The units of a call whose bits do not depend on the batch: as many as there are kv_splits. Two CTAs of four warps per SM,
+  // so that one reads while the other one ends a unit.
+  bool set_units(const AttentionProblem& problem, int most_shared_bytes) {
+    if (!set_layout(problem, 4, 2, most_shared_bytes) && !set_layout(problem, 4, 1, most_shared_bytes)) return false;
+    shape.unit_steps =
+        static_cast<int>(ceil_div(ceil_div(problem.keys, problem.cache.kv_splits), int64_t{kTileKeys} * layout.warps));
+    set_whole_items(problem);
+    return true;
+  }
+  // The units of a call over a cache whose keys the host knows: one per item, or one for each of a pair of CTAs. Returns
+  // whether such CTAs keep nearly all SMs busy.
+  bool set_few_units(const AttentionProblem& problem, int most_shared_bytes) {
+    const bool is_set = (set_layout(problem, 4, 2, most_shared_bytes) && set_whole_items(problem)) ||
+                        (set_layout(problem, 8, 1, most_shared_bytes) && (set_whole_items(problem) || set_pairs(problem)));
+    if (is_set) shape.unit_steps = static_cast<int>(ceil_div(shape.most_steps(problem), int64_t{split.cluster}));
+    return is_set;
+  }
+  bool set_whole_items(const AttentionProblem& problem) {
+    const int64_t all = items(problem);
+    if (!keeps_busy(all)) return false;
+    split = {1, static_cast<int>(ceil_div(all, most_ctas()))};
+    return true;
+  }
+  bool set_pairs(const AttentionProblem& problem) {
+    if (largest_cluster() < 2 || !keeps_busy(2 * items(problem))) return false;
+    split = {2, 1};
+    return true;
+  }
+  // Whether `ctas` equal CTAs leave at most 3 % of the time of those that the GPU holds at once unused.
+  bool keeps_busy(int64_t ctas) const { return ctas > 0 && ctas * 100 >= round_up(ctas, most_ctas()) * 97; }
+  // The layout, with one or two buffers, whatever there is room for, and what follows from it.
+  bool set_layout(const AttentionProblem& problem, int warps, int ctas_per_sm, int most_shared_bytes) {
+    const int rows = static_cast<int>(round_up(std::min<int64_t>(decode_rows_of(problem), 16), 8));
+    layout = {};
+    for (int buffers = 2; buffers > 0 && layout.warps == 0; --buffers) {
+      dense = {buffers, rows};
+      const int bytes_of_warp = kQueryBytes + ceil_div(dense.bytes<kHeadDim>(warps), warps);
+      layout = decode_layout_of(warps, ctas_per_sm, kStageBytes, bytes_of_warp, most_shared_bytes);
+    }
+    if (layout.warps > 0) shape = decode_shape(problem, 16 * kRowTiles, kTileKeys, warps);
+    return layout.warps > 0;
   }
   int64_t items(const AttentionProblem& problem) const { return problem.batch * shape.key_heads * shape.row_tiles; }
   // The most units of an item of a dense call.
   int64_t units(const AttentionProblem& problem) const {
     return ceil_div(shape.most_steps(problem), int64_t{shape.unit_steps});
-  }
-  // As many buffers as there is room for next to the rings of the same warps.
-  void set_dense(const AttentionProblem& problem, int most_shared_bytes) {
-    const int rows = static_cast<int>(round_up(std::min<int64_t>(decode_rows_of(problem), 16), 8));
-    for (int buffers = 2; buffers > 0 && dense.buffers == 0; --buffers) {
-      const DenseShared wanted{buffers, rows};
-      const int of_warp = ceil_div(wanted.bytes<kHeadDim>(4), 4);
-      const DecodeLayout found = decode_layout_of(4, layout.ctas_per_sm, kStageBytes, kQueryBytes + of_warp, most_shared_bytes);
-      if (found.warps > 0) layout = found, dense = wanted;
-    }
   }
   // The number of warps decides in which order a row is summed: with num_splits it must not depend on the batch.
   static bool has_few_items(const AttentionProblem& problem) {
@@ -104,8 +155,14 @@ struct DecodeSetup {
   }
   int64_t most_ctas() const { return int64_t{sm_count()} * layout.ctas_per_sm; }
   int ctas(const AttentionProblem& problem) const {
-    const int64_t line = dense.buffers > 0 ? items(problem) * units(problem) : shape.most_units(problem);
+    if (split.cluster > 0) return static_cast<int>(ceil_div(items(problem), int64_t{split.items}) * split.cluster);
+    const int64_t line = calls == DecodeCalls::kDense ? items(problem) * units(problem) : shape.most_units(problem);
     return static_cast<int>(std::clamp<int64_t>(line, 1, most_ctas()));
+  }
+  int64_t workspace_bytes(const AttentionProblem& problem) const {
+    if (calls == DecodeCalls::kDense) return split.cluster == 1 ? 0 : dense_partials.bytes(items(problem));
+    if (problem.cache.kv_splits > 0) return decode_kv_splits(problem).bytes(problem);
+    return DecodePartials::of(problem, shape).bytes(ctas(problem));
   }
 };
 
@@ -142,10 +199,9 @@ inline const char* decode_refusal(const AttentionProblem& p) {
   return nullptr;
 }
 
-// The arguments of a kernel, with the addresses of its partial results.
+// The arguments of a kernel, with the addresses of its partial results; not those of a dense call.
 inline DecodeArguments decode_arguments(const AttentionProblem& problem, const DecodeShape& shape, const DecodePool& keys,
-                                        const DecodePool& values, int stages, void* workspace, DenseShared dense = {},
-                                        DensePartials dense_partials = {}) {
+                                        const DecodePool& values, int stages, void* workspace) {
   DecodeArguments arguments{
       .problem = problem,
       .score_mod = ScoreMod(problem),
@@ -155,24 +211,20 @@ inline DecodeArguments decode_arguments(const AttentionProblem& problem, const D
       .keys = keys,
       .values = values,
       .partials = DecodePartials::of(problem, shape),
-      .dense = dense,
-      .dense_partials = dense_partials,
+      .dense = {},
+      .dense_split = {},
+      .dense_partials = {},
       .stages = stages,
   };
   arguments.score_mod.has_score_mod |= problem.cache.key_scale != nullptr;
-  float*& partials = dense.buffers > 0       ? arguments.dense_partials.data
-                     : arguments.whole_items ? arguments.kv_splits.partials
-                                             : arguments.partials.data;
-  partials = static_cast<float*>(workspace);
+  (arguments.whole_items ? arguments.kv_splits.partials : arguments.partials.data) = static_cast<float*>(workspace);
   return arguments;
 }
 
-// Queues the kernel that merges what `ctas` CTAs have left, if there is one.
+// Queues the kernel that merges what `ctas` CTAs have left, if there is one; not that of a dense call.
 inline void merge_results(const DecodeArguments& arguments, int ctas, CUstream_st* stream) {
   const AttentionProblem& problem = arguments.problem;
-  if (arguments.dense.buffers > 0)
-    merge_dense(problem, arguments.dense_partials, arguments.shape, ctas, stream);
-  else if (arguments.whole_items)
+  if (arguments.whole_items)
     merge_kv_splits(problem, arguments.kv_splits, stream);
   else
     merge_partials(problem, arguments.shape, arguments.partials, ctas, stream);
@@ -198,13 +250,10 @@ template <int kHeadDim>
 int64_t AttentionDecode<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
   const AttentionProblem& problem = pass.problem;
   int64_t bytes = 0;
-  visit_decode<kHeadDim>(problem, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>,
-                                                                   std::integral_constant<int, kRowTiles>) {
-    const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, shared_bytes_per_cta());
-    bytes = setup.dense.buffers > 0 ? DensePartials::of(problem, setup.shape, setup.units(problem)).bytes(setup.items(problem))
-            : problem.cache.kv_splits > 0 ? decode_kv_splits(problem).bytes(problem)
-                                          : DecodePartials::of(problem, setup.shape).bytes(setup.ctas(problem));
-  });
+  visit_decode<kHeadDim>(
+      problem, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>, std::integral_constant<int, kRowTiles>) {
+        bytes = DecodeSetup<kHeadDim, kFloat8, kRowTiles>(problem, shared_bytes_per_cta()).workspace_bytes(problem);
+      });
   return bytes;
 }
 
@@ -214,21 +263,27 @@ void AttentionDecode<kHeadDim>::run(const ForwardPass& pass, void* workspace, CU
   visit_decode<kHeadDim>(problem, [&]<class Element, bool kFloat8, int kRowTiles>(Type<Element>, std::bool_constant<kFloat8>,
                                                                                   std::integral_constant<int, kRowTiles>) {
     const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, shared_bytes_per_cta());
-    const DecodeArguments arguments =
+    DecodeArguments arguments =
         decode_arguments(problem, setup.shape, decode_pool(problem, problem.key, problem.head_dim),
-                         decode_pool(problem, problem.value, problem.head_dim_v), setup.layout.stages, workspace, setup.dense,
-                         DensePartials::of(problem, setup.shape, setup.units(problem)));
+                         decode_pool(problem, problem.value, problem.head_dim_v), setup.layout.stages, workspace);
     const int ctas = setup.ctas(problem);
-    const int threads = setup.layout.warps * kWarpSize;
     const auto run_as = [&]<DecodeCalls kCalls>(std::integral_constant<DecodeCalls, kCalls>) {
-      launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles, kCalls>>(arguments, ctas, threads, setup.shared_bytes(),
-                                                                              stream, true);
+      launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles, kCalls>>(arguments, ctas, setup.layout.warps * kWarpSize,
+                                                                              setup.shared_bytes(), stream, true,
+                                                                              std::max(setup.split.cluster, 1));
     };
     if constexpr (!kFloat8 && kRowTiles == 1)
-      if (setup.dense.buffers > 0) run_as(std::integral_constant<DecodeCalls, DecodeCalls::kDense>{});
-    if (setup.dense.buffers == 0)
-      decode_calls(problem) == DecodeCalls::kPlain ? run_as(std::integral_constant<DecodeCalls, DecodeCalls::kPlain>{})
-                                                   : run_as(std::integral_constant<DecodeCalls, DecodeCalls::kAll>{});
+      if (setup.calls == DecodeCalls::kDense) {
+        arguments.dense = setup.dense;
+        arguments.dense_split = setup.split;
+        arguments.dense_partials = setup.dense_partials;
+        arguments.dense_partials.data = static_cast<float*>(workspace);
+        run_as(std::integral_constant<DecodeCalls, DecodeCalls::kDense>{});
+        if (setup.split.cluster == 0) merge_dense(problem, arguments.dense_partials, setup.shape, ctas, stream);
+        return;
+      }
+    setup.calls == DecodeCalls::kPlain ? run_as(std::integral_constant<DecodeCalls, DecodeCalls::kPlain>{})
+                                       : run_as(std::integral_constant<DecodeCalls, DecodeCalls::kAll>{});
     merge_results(arguments, ctas, stream);
   });
 }

@@ -3,9 +3,11 @@
 // A row's bits must not depend on the batch, so its keys are cut by their number alone (units of the line, line.cuh), and every
 // sum has one order: the warps of a CTA take the tiles of a unit by turns, their results are folded in the order of the warps,
 // and those of the units in the order of the keys. A CTA folds the units that it has of a row if the first one is among them.
-// Others are partial results of their own, which merge_dense() folds after those.
+// Others are partial results of their own, which are folded after those: by the cluster whose CTAs share the row, or by
+// merge_dense().
 #pragma once
 
+#include "../../hw/cluster.cuh"
 #include "../cache/result.cuh"
 #include "rows.cuh"
 
@@ -45,33 +47,167 @@ struct DensePartials {
   __device__ __forceinline__ float2& state(float* partial) const { return *reinterpret_cast<float2*>(partial + pitch - 2); }
 };
 
-// Folds the partial results of the rows of a dense call, unless one CTA had all units.
+// How the CTAs of a dense call share the line.
+struct DenseSplit {
+  // CTAs per cluster, which share `items` items evenly (one, if there are several CTAs). 0: all CTAs have equal shares of the
+  // line, which cut items anywhere; merge_dense() folds what they leave.
+  int cluster = 0;
+  int items = 1;
+
+  // The units of a CTA of a cluster.
+  __device__ __forceinline__ int units(int weight) const {
+    return static_cast<int>(static_cast<unsigned>(items * weight + cluster - 1) / static_cast<unsigned>(cluster));
+  }
+  // How many of an item's units the CTA has that has the first one. `item`: of all sequences.
+  __device__ __forceinline__ int units_in_first_share(const DecodeSequence& s, const DecodeShape& shape, int sequences,
+                                                      int ctas, int item) const {
+    if (cluster > 0) return min(units(s.weight), s.weight);
+    const int begin = item * s.weight, size = DecodeShare::of_line(sequences * s.length(shape), 1, ctas, 0).size;
+    return min((begin / size + 1) * size - begin, s.weight);
+  }
+  // The share of CTA `cta` of `ctas`. All sequences are alike.
+  __device__ __forceinline__ DecodeShare share(const AttentionProblem& problem, const DecodeShape& shape, int ctas,
+                                               int cta) const {
+    const DecodeSequence s = decode_sequence(problem, KvSplits{}, shape, 0);
+    const int of_sequence = s.length(shape), length = static_cast<int>(problem.batch) * of_sequence;
+    DecodeShare share;
+    if (cluster > 0) {
+      const int which = cta / cluster, rank = cta - which * cluster, own = units(s.weight), all = items * s.weight;
+      share.size = own;
+      share.begin = min(which * all + min(rank * own, all), length);
+      share.end = min(which * all + min((rank + 1) * own, all), length);
+    } else {
+      share = DecodeShare::of_line(length, 1, ctas, cta);
+    }
+    share.sequence = of_sequence > 0 ? share.begin / of_sequence : 0;
+    share.sequence_begin = share.sequence * of_sequence;
+    share.s = s;
+    return share;
+  }
+};
+
+// Folds the partial results of the rows of a dense call whose shares cut items, unless one CTA had all units.
 void merge_dense(const AttentionProblem& problem, const DensePartials& partials, const DecodeShape& shape, int ctas,
                  CUstream_st* stream);
 
-// How many of a row's units the CTA has that has the first one. `item`: of all sequences.
-__device__ __forceinline__ int units_in_first_share(const DecodeSequence& s, const DecodeShape& shape, int sequences, int ctas,
-                                                    int item) {
-  const int begin = item * s.weight, size = DecodeShare::of_line(sequences * s.length(shape), shape.least_share, ctas, 0).size;
-  return min((begin / size + 1) * size - begin, s.weight);
+// Row `in_tile` of an item of a dense call.
+struct DenseRow {
+  int row;  // of the key head, over all queries; perhaps past the last one
+  CachedRow place;
+
+  // `item`: of all sequences.
+  __device__ __forceinline__ DenseRow(const DecodeShape& shape, int item, int in_tile) {
+    int head_of_all = item, row_tile = 0;
+    if (shape.row_tiles > 1) head_of_all /= shape.row_tiles, row_tile = item - head_of_all * shape.row_tiles;
+    row = row_tile * shape.tile_rows + in_tile;
+    const int n = head_of_all / shape.key_heads, key_head = head_of_all - n * shape.key_heads, query = row / shape.group;
+    place = {n, key_head * shape.group + row - query * shape.group, key_head, query};
+  }
+};
+
+// A warp folds the partial results of a row, or of kColumns of its columns.
+template <class Element, int kPairs,
+          int kAtOnce>  // pairs of columns of a lane; partial results that it reads before it folds any
+struct DenseMerge {
+  static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize;  // of a CTA of merge_dense()
+  static constexpr int kColumns = 2 * kPairs * kWarpSize;
+  static_assert(kAtOnce <= kWarpSize);
+
+  // `first`: the units of which partial 0 is the sum.
+  __device__ __forceinline__ static void fold(const AttentionProblem& problem, const DensePartials& all, const CachedRow& row,
+                                              int item, int in_tile, int first, int units, int run) {
+    const RowPartials partials{all.partial(item, 0, in_tile), all.partial(item, first, in_tile), int64_t{all.rows} * all.pitch,
+                               all.pitch - 2, 1 + units - first};
+    const int width = static_cast<int>(problem.head_dim_v), first_column = run * kColumns + 2 * lane();
+    ScoreState state;
+    float2 sum[kPairs] = {};
+#pragma unroll 1
+    for (int begin = 0; begin < partials.count; begin += kAtOnce) {
+      const int count = min(partials.count - begin, kAtOnce);
+      // Lane i has the state of part i, and computes its factors: of all maxima up to it. Loads pass by the L1 cache, which may
+      // have a line as it was before another SM's CTA wrote to it.
+      const auto load = [](const float* from) { return __ldcg(reinterpret_cast<const float2*>(from)); };
+      const float2 one = lane() < count ? load(partials.partial(begin + lane()) + partials.state) : float2{lowest<float>(), 0};
+      float2 x[kAtOnce][kPairs];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+          const int column = first_column + pair * 2 * kWarpSize;
+          x[i][pair] = i < count && column < width ? load(partials.partial(begin + i) + column) : float2{};
+        }
+      float max = fmaxf(one.x, state.max);
+#pragma unroll
+      for (int step = 1; step < kAtOnce; step *= 2) {
+        const float other = __shfl_up_sync(~0u, max, step);
+        if (lane() >= step) max = fmaxf(max, other);
+      }
+      float before = __shfl_up_sync(~0u, max, 1);
+      if (lane() == 0) before = state.max;
+      const FoldFactors own{ScoreState::rescale(before, max), ScoreState::rescale(one.x, max)};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (i >= count) break;
+        const FoldFactors factors{__shfl_sync(~0u, own.total, i), __shfl_sync(~0u, own.part, i)};
+        state.sum = factors.of(state.sum, __shfl_sync(~0u, one.y, i));
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair)
+          sum[pair] = {factors.of(sum[pair].x, x[i][pair].x), factors.of(sum[pair].y, x[i][pair].y)};
+      }
+      state.max = __shfl_sync(~0u, max, count - 1);
+    }
+    float* const lse = static_cast<float*>(problem.lse);
+    const bool stores_lse = lse && run == 0 && lane() == 0;
+    const float scale = finish_row(problem, row, state, stores_lse ? lse + lse_index(problem, row) : nullptr);
+    Element* const out = out_of<Element>(problem, row);
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const int column = first_column + pair * 2 * kWarpSize;
+      if (column < width) out[column] = narrow<Element>(sum[pair].x * scale);
+      if (column + 1 < width) out[column + 1] = narrow<Element>(sum[pair].y * scale);
+    }
+  }
+};
+
+// Folds what the CTAs of a cluster have left of their item. All of their threads call it.
+template <class Element>
+__device__ __forceinline__ void fold_in_cluster(const AttentionProblem& problem, const DensePartials& partials,
+                                                const DecodeShape& shape, const DenseSplit& split, int weight) {
+  using Merge = DenseMerge<Element, 1, 16>;
+  __syncwarp();
+  cluster_arrive();
+  cluster_wait();
+  const int first = min(split.units(weight), weight);
+  if (first == weight) return;
+  const int item = static_cast<int>(blockIdx.x) / split.cluster, rank = static_cast<int>(blockIdx.x) - item * split.cluster,
+            runs = max((static_cast<int>(problem.head_dim_v) + Merge::kColumns - 1) / Merge::kColumns, 1);
+  // Neighbouring runs are folded on different SMs.
+#pragma unroll 1
+  for (int index = rank + split.cluster * (static_cast<int>(threadIdx.x) / kWarpSize); index < partials.rows * runs;
+       index += split.cluster * shape.warps()) {
+    const int in_tile = index / runs;
+    const DenseRow row(shape, item, in_tile);
+    if (row.row < shape.group * static_cast<int>(problem.queries))
+      Merge::fold(problem, partials, row.place, item, in_tile, first, weight, index - in_tile * runs);
+  }
 }
 
-// The results of a CTA's warps. Each warp folds every fourth row of them.
+// The results of a CTA's warps. Each warp folds some of their rows.
 template <class Element, int kHeadDim>
 class DenseFolder {
  public:
-  static constexpr int kWarps = 4, kVectors = (kHeadDim + 127) / 128;  // of four columns, of a lane
+  static constexpr int kVectors = (kHeadDim + 127) / 128;  // of four columns, of a lane
 
   __device__ __forceinline__ DenseFolder(const AttentionProblem& problem, const DensePartials& partials,
                                          const DecodeShape& shape, const DenseShared& layout, char* shared)
-      : problem_(problem), partials_(partials), shape_(shape), layout_(layout), shared_(shared) {}
+      : problem_(problem), partials_(partials), shape_(shape), layout_(layout), shared_(shared), warps_(shape.warps()) {}
 
   // Takes what the warp has of unit `unit` of a part, and clears it. All warps call it.
   template <int kRowTiles, int kColumns>
   __device__ __forceinline__ void add(const DecodeWalk& walk, int unit, const DecodeRows<kRowTiles>& rows,
                                       Accumulator<kRowTiles, kColumns>& out, ScoreState (&states)[kRowTiles][2]) {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-    char* const first = results(is_second_ ? kWarps : 0);
+    char* const first = results(is_second_ ? warps_ : 0);
     char* const to = first + warp * layout_.warp_bytes<kHeadDim>();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
@@ -92,7 +228,7 @@ class DenseFolder {
     for_each_state(states, [](ScoreState& state) { state = {}; });
     __syncthreads();
 #pragma unroll 1
-    for (int r = warp; r < rows.count; r += kWarps) fold_row(walk, unit, rows, first, r);
+    for (int r = warp; r < rows.count; r += warps_) fold_row(walk, unit, rows, first, r);
     // With two buffers, warps that have passed the next barrier have read this one's results.
     if (layout_.buffers == 2)
       is_second_ = !is_second_;
@@ -103,7 +239,7 @@ class DenseFolder {
  private:
   __device__ __forceinline__ char* results(int index) const { return shared_ + index * layout_.warp_bytes<kHeadDim>(); }
   // Of the row's units before, which the warp alone reads and writes.
-  __device__ __forceinline__ char* total() const { return results(layout_.buffers * kWarps); }
+  __device__ __forceinline__ char* total() const { return results(layout_.buffers * warps_); }
   __device__ __forceinline__ static float* outputs_of(char* results) { return reinterpret_cast<float*>(results); }
   __device__ __forceinline__ float2* states_of(char* results) const {
     return reinterpret_cast<float2*>(results + layout_.rows * kHeadDim * 4);
@@ -118,7 +254,10 @@ class DenseFolder {
     ScoreState state;
     float4 sum[kVectors];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) fold(state, sum, first + w * layout_.warp_bytes<kHeadDim>(), r, w == 0);
+    for (int w = 0; w < kDecodeMostWarps; ++w) {
+      if (w >= warps_) break;
+      fold(state, sum, first + w * layout_.warp_bytes<kHeadDim>(), r, w == 0);
+    }
     if (folds && unit > 0) {
       ScoreState all;
       float4 all_sum[kVectors];
@@ -128,6 +267,7 @@ class DenseFolder {
       for_each_vector([&](int n, int) { sum[n] = folded(all_sum[n], sum[n], factors); });
     }
     if (folds && !ends) {
+      __syncwarp();  // all lanes have read the state before
       states_of(total())[r] = {state.max, state.sum};
       for_each_vector(
           [&](int n, int column) { *reinterpret_cast<float4*>(outputs_of(total()) + place_of(r, column)) = sum[n]; });
@@ -177,6 +317,7 @@ class DenseFolder {
   const DecodeShape& shape_;
   const DenseShared& layout_;
   char* shared_;
+  int warps_;
   bool is_second_ = false;  // buffer
 };
 

@@ -24,6 +24,7 @@ struct DecodeArguments {
   DecodePool keys, values;
   DecodePartials partials;  // where they are cut by the shares of CTAs
   DenseShared dense;
+  DenseSplit dense_split;
   DensePartials dense_partials;
   int stages;
 };
@@ -318,6 +319,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   const auto place_of = [](int row, int column) { return row * kHeadDim + (column ^ (row % 4 * 8)); };
   const int lane = cuda::lane(), warp = static_cast<int>(threadIdx.x) / kWarpSize, warps = arguments.shape.warps();
   const auto states_of = [&](int w) { return reinterpret_cast<float2*>(shared + w * kDecodeWarpBytes); };
+  __syncwarp();  // all lanes have read the stage, which was that of the last tile
 #pragma unroll 1
   for (int turn = 0; turn * kRowsAtOnce < rows.count; ++turn) {
     float* const to = reinterpret_cast<float*>(free_stage);
@@ -394,9 +396,12 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   grid_dependency_wait();
   launch_dependents();  // what follows may rely on all before this kernel having ended
   if (problem.query_starts) clear_rows_without_result<Element>(problem);
-  const DecodeShare share =
-      find_share(problem, arguments.kv_splits, shape, static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x));
-  if (share.begin == share.end) return;
+  const DecodeShare share = [&] {
+    const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+    if constexpr (kDense) return arguments.dense_split.share(problem, shape, ctas, cta);
+    return find_share(problem, arguments.kv_splits, shape, ctas, cta);
+  }();
+  if (share.begin >= share.end && !(kDense && arguments.dense_split.cluster > 1)) return;
   const __nv_fp8_interpretation_t kind = problem.cache.dtype == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
   DecodeWalk walk(share);
   std::conditional_t<kDense, DenseFolder<Element, kHeadDim>, NoFolder> folder(problem, arguments.dense_partials, shape,
@@ -478,6 +483,9 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
     }
     if constexpr (!kDense) finish_part(arguments, walk, rows, exchanged_at, loads.next_stage(), out, states);
   }
+  if constexpr (kDense)
+    if (arguments.dense_split.cluster > 1)
+      fold_in_cluster<Element>(problem, arguments.dense_partials, shape, arguments.dense_split, share.s.weight);
 }
 
 // With 16 rows a thread leaves registers for the CTAs that merge, which so may start before these end.

@@ -1,5 +1,6 @@
 // Merges the partials of items that borders of shares cut: some CTAs per border; the borders that cut one item divide its rows
 // among themselves. The CTAs find their work while the kernel before still runs.
+#include "../../../core/visit.h"
 #include "../../hw/launch.h"
 #include "../../hw/pdl.cuh"
 #include "dense.cuh"
@@ -70,65 +71,7 @@ struct MergeDenseArguments {
   int ctas;
 };
 
-// A warp folds the partial results of a row, or of kColumns of its columns.
-template <class Element>
-struct DenseMerge {
-  static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize, kPairs = 2, kColumns = 2 * kPairs * kWarpSize;
-  static constexpr int kAtOnce = 16;  // partial results that a lane reads before it folds any
-
-  __device__ __forceinline__ static void fold(const AttentionProblem& problem, const CachedRow& row,
-                                              const RowPartials& partials, int run) {
-    const int width = static_cast<int>(problem.head_dim_v), first = run * kColumns + 2 * lane();
-    ScoreState state;
-    float2 sum[kPairs] = {};
-#pragma unroll 1
-    for (int begin = 0; begin < partials.count; begin += kAtOnce) {
-      const int count = min(partials.count - begin, kAtOnce);
-      // Lane i has the state of part i, and computes its factors: of all maxima up to it.
-      const float2 one = lane() < count ? partials.state_of(begin + lane()) : float2{lowest<float>(), 0};
-      float2 x[kAtOnce][kPairs];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-#pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) {
-          const int column = first + pair * 2 * kWarpSize;
-          x[i][pair] =
-              i < count && column < width ? *reinterpret_cast<const float2*>(partials.partial(begin + i) + column) : float2{};
-        }
-      float max = fmaxf(one.x, state.max);
-#pragma unroll
-      for (int step = 1; step < kAtOnce; step *= 2) {
-        const float other = __shfl_up_sync(~0u, max, step);
-        if (lane() >= step) max = fmaxf(max, other);
-      }
-      float before = __shfl_up_sync(~0u, max, 1);
-      if (lane() == 0) before = state.max;
-      const FoldFactors own{ScoreState::rescale(before, max), ScoreState::rescale(one.x, max)};
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (i >= count) break;
-        const FoldFactors factors{__shfl_sync(~0u, own.total, i), __shfl_sync(~0u, own.part, i)};
-        state.sum = factors.of(state.sum, __shfl_sync(~0u, one.y, i));
-#pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair)
-          sum[pair] = {factors.of(sum[pair].x, x[i][pair].x), factors.of(sum[pair].y, x[i][pair].y)};
-      }
-      state.max = __shfl_sync(~0u, max, count - 1);
-    }
-    float* const lse = static_cast<float*>(problem.lse);
-    const bool stores_lse = lse && run == 0 && lane() == 0;
-    const float scale = finish_row(problem, row, state, stores_lse ? lse + lse_index(problem, row) : nullptr);
-    Element* const out = out_of<Element>(problem, row);
-#pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-      const int column = first + pair * 2 * kWarpSize;
-      if (column < width) out[column] = narrow<Element>(sum[pair].x * scale);
-      if (column + 1 < width) out[column + 1] = narrow<Element>(sum[pair].y * scale);
-    }
-  }
-};
-
-template <class Element, class Merge = DenseMerge<Element>>
+template <class Merge>
 __global__ void __launch_bounds__(Merge::kThreads) merge_dense_rows(const __grid_constant__ MergeDenseArguments arguments) {
   const AttentionProblem& problem = arguments.problem;
   const DecodeShape& shape = arguments.shape;
@@ -139,17 +82,13 @@ __global__ void __launch_bounds__(Merge::kThreads) merge_dense_rows(const __grid
   grid_dependency_wait();
 #pragma unroll 1
   for (int index = static_cast<int>(blockIdx.x) * Merge::kWarps + static_cast<int>(threadIdx.x) / kWarpSize;
-       index < sequences * shape.key_heads * rows; index += static_cast<int>(gridDim.x) * Merge::kWarps) {
-    const int head_of_all = index / rows, row = index - head_of_all * rows, n = head_of_all / shape.key_heads,
-              key_head = head_of_all - n * shape.key_heads, query = row / shape.group;
-    const int row_tile = row / shape.tile_rows, item = head_of_all * shape.row_tiles + row_tile,
-              first = units_in_first_share(s, shape, sequences, arguments.ctas, item);
+       index < sequences * shape.key_heads * shape.row_tiles * partials.rows;
+       index += static_cast<int>(gridDim.x) * Merge::kWarps) {
+    const int item = index / partials.rows, in_tile = index - item * partials.rows,
+              first = DenseSplit{}.units_in_first_share(s, shape, sequences, arguments.ctas, item);
     if (first == s.weight) continue;  // one CTA had all
-    const CachedRow place{n, key_head * shape.group + row - query * shape.group, key_head, query};
-    const int in_tile = row - row_tile * shape.tile_rows;
-    const RowPartials of_row{partials.partial(item, 0, in_tile), partials.partial(item, first, in_tile),
-                             int64_t{partials.rows} * partials.pitch, partials.pitch - 2, 1 + s.weight - first};
-    Merge::fold(problem, place, of_row, static_cast<int>(blockIdx.y));
+    const DenseRow row(shape, item, in_tile);
+    if (row.row < rows) Merge::fold(problem, partials, row.place, item, in_tile, first, s.weight, static_cast<int>(blockIdx.y));
   }
 }
 
@@ -157,12 +96,15 @@ __global__ void __launch_bounds__(Merge::kThreads) merge_dense_rows(const __grid
 
 void merge_dense(const AttentionProblem& problem, const DensePartials& partials, const DecodeShape& shape, int ctas,
                  CUstream_st* stream) {
-  using Merge = DenseMerge<__half>;
-  const int64_t rows = problem.batch * problem.heads * problem.queries;
-  const dim3 grid(grid_for(ceil_div(rows, int64_t{Merge::kWarps}), 16),
-                  static_cast<unsigned>(ceil_div(std::max<int64_t>(problem.head_dim_v, 1), int64_t{Merge::kColumns})));
-  const auto kernel = problem.dtype == DType::kFloat16 ? merge_dense_rows<__half> : merge_dense_rows<__nv_bfloat16>;
-  launch_dependent(kernel, MergeDenseArguments{problem, partials, shape, ctas}, grid, Merge::kThreads, stream);
+  const auto launch_with = [&]<class Merge>(Type<Merge>) {
+    const int64_t rows = problem.batch * shape.key_heads * shape.row_tiles * partials.rows;
+    const dim3 grid(grid_for(ceil_div(rows, int64_t{Merge::kWarps}), 16),
+                    static_cast<unsigned>(ceil_div(std::max<int64_t>(problem.head_dim_v, 1), int64_t{Merge::kColumns})));
+    launch_dependent(merge_dense_rows<Merge>, MergeDenseArguments{problem, partials, shape, ctas}, grid, Merge::kThreads,
+                     stream);
+  };
+  problem.dtype == DType::kFloat16 ? launch_with(Type<DenseMerge<__half, 2, 16>>{})
+                                   : launch_with(Type<DenseMerge<__nv_bfloat16, 2, 16>>{});
 }
 
 void merge_partials(const AttentionProblem& problem, const DecodeShape& shape, const DecodePartials& partials, int ctas,
