@@ -381,6 +381,13 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
 
 // ---- a warp
 
+template <bool kDense>
+__device__ __forceinline__ DecodeShare share_of_cta(const DecodeArguments& arguments) {
+  const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+  if constexpr (kDense) return arguments.dense_split.share(arguments.problem, arguments.shape, ctas, cta);
+  return find_share(arguments.problem, arguments.kv_splits, arguments.shape, ctas, cta);
+}
+
 template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
 template <bool kDense>
 __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::run(const DecodeArguments& arguments,
@@ -396,11 +403,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   grid_dependency_wait();
   launch_dependents();  // what follows may rely on all before this kernel having ended
   if (problem.query_starts) clear_rows_without_result<Element>(problem);
-  const DecodeShare share = [&] {
-    const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-    if constexpr (kDense) return arguments.dense_split.share(problem, shape, ctas, cta);
-    return find_share(problem, arguments.kv_splits, shape, ctas, cta);
-  }();
+  const DecodeShare share = share_of_cta<kDense>(arguments);
   if (share.begin >= share.end && !(kDense && arguments.dense_split.cluster > 1)) return;
   const __nv_fp8_interpretation_t kind = problem.cache.dtype == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
   DecodeWalk walk(share);
