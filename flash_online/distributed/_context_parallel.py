@@ -296,7 +296,7 @@ def costs(query: Tensor, key: Tensor, value: Tensor, ranks: int, train: bool) ->
     width, width_v = query.shape[3], value.shape[3]
     exchanged = rows * size * (heads[0] * (width + width_v) + heads[1] * width + heads[2] * width_v)
     both = key.shape[2] * width + value.shape[2] * width_v
-    gathered, groups = rows * both * size, groups_of(key, value, ranks)
+    gathered, groups = rows * both * size, groups_of(key, value, ranks * query.shape[0])
     summed = rows * both * wide
     passes = 2 if train else 1
     return {
@@ -331,6 +331,12 @@ def _rows_first(tensor: Tensor) -> Tensor:
     return tensor.permute(2, 0, 1, 3) if tensor.dim() == 4 else tensor.unsqueeze(1)
 
 
+def _mean_keys(length: int, left: int, right: int) -> int:
+    """About how many keys a row of a sequence of this length sees, on average; a bound below 0 is none."""
+    seen = [length // 2 if bound < 0 else min(bound, length // 2) for bound in (left, right)]
+    return max(sum(seen), 1)
+
+
 def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layout: str, options: dict[str, Any]):
     """(out, lse or None) of tensors [B, H, n, E]; or [n, H, E] of a packed stream, of which `starts` is cu_seqlens, else
     None."""
@@ -354,7 +360,7 @@ def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layou
         out, lse = Gathered.apply(call, *map(_rows_first, (q, k, v)), slopes, sinks, starts)
         return (out.squeeze(1), lse.squeeze(1).T) if packed else (out.permute(1, 2, 0, 3), lse.permute(1, 2, 0))
     # The kernels of packed sequences are as fast with one group.
-    count = 1 if packed else head_groups(q, k, v, group.ranks)
+    count = 1 if packed else head_groups(q, k, v, group.ranks, _mean_keys(q.shape[2] * group.ranks, left, right))
     if count == 1 and takes(group, q, k, v, slopes, sinks, starts):
         shared = shared._replace(deterministic=deterministic)
         call = EagerCall(group, layout, shared, deterministic, packed, longest, options["return_lse"])

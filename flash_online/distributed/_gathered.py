@@ -61,6 +61,7 @@ class _Plan(NamedTuple):
     this rank's rows that it sees; both are empty if every rank gets the whole sequence. A part is (place in what is seen, the
     owner's first row, rows), in the order of the sequence."""
 
+    keys: int  # that a rank gets, at most
     pieces: list[_Piece]
     seen: list[list[tuple[int, int, int]]]
     shown: list[list[tuple[int, int, int]]]
@@ -77,12 +78,13 @@ def _plan(call: GatheredCall, rows: int, has_alibi: bool) -> _Plan:
     rank, ranks = call.group.rank, call.group.ranks
     found = _pieces(call, rows, rank, has_alibi)
     if not _receives_less(call, rows):
-        return _Plan(found, [], [])
+        return _Plan(rows * ranks, found, [], [])
     ranges = [_ranges(_pieces(call, rows, r, has_alibi)) for r in range(ranks)]
     chunks = [list(_rows(pieces_of(rows, r, ranks, call.layout))) for r in range(ranks)]
     found = [piece._replace(at=_place(ranges[rank], piece.at)) for piece in found]
     seen = [_parts(chunks[r], ranges[rank]) for r in range(ranks)]
-    return _Plan(found, seen, [_parts(chunks[rank], ranges[r]) for r in range(ranks)])
+    most = max(sum(end - begin for begin, end in of_rank) for of_rank in ranges)
+    return _Plan(most, found, seen, [_parts(chunks[rank], ranges[r]) for r in range(ranks)])
 
 
 def _pieces(call: GatheredCall, rows: int, rank: int, has_alibi: bool) -> list[_Piece]:
@@ -162,9 +164,10 @@ def _rows(ranges):
         row += b - a
 
 
-def groups_of(key: Tensor, value: Tensor, ranks: int) -> int:
-    """Number of groups, of about GROUP_BYTES each, that the key heads are gathered in: a divisor of key's and value's heads."""
-    size = ranks * (key.numel() + value.numel()) * key.element_size()
+def groups_of(key: Tensor, value: Tensor, keys: int) -> int:
+    """Number of groups, of about GROUP_BYTES each, that the key heads are gathered in, where a rank gets `keys` keys: a divisor
+    of key's and value's heads."""
+    size = keys * (key[:1].numel() + value[:1].numel()) * key.element_size()
     counts = [n for n in range(1, key.shape[2] + 1) if key.shape[2] % n == value.shape[2] % n == 0]
     return next((n for n in counts if size <= n * GROUP_BYTES), counts[-1] if counts else 1)
 
@@ -175,8 +178,8 @@ class Gathered(Function):
 
     @staticmethod
     def forward(ctx, call: GatheredCall, query, key, value, slopes, sinks, starts):
-        count = groups_of(key, value, call.group.ranks)
         own = plan(call, query.shape[0], slopes is not None)
+        count = groups_of(key, value, own.keys)
         outs, lses, lows = [], [], []
         for n, (k, v) in enumerate(_gathered(call, own, key, value, count)):
             q, alibi, logits = _group(query, n, count, 2), _group(slopes, n, count, -1), _group(sinks, n, count, 0)

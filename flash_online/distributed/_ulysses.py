@@ -28,7 +28,7 @@ from ._group import Group, start_all_to_all, wait
 
 HeadRanges = tuple[tuple[int, int], ...]  # heads [begin, end) of each rank
 WIDE = torch.complex128  # 16 bytes: torch copies element by element if strides differ
-GROUPED_ROWS = 1 << 19  # rows times heads on a rank: with fewer, two groups are slower (docs/lab/distributed.md)
+GROUPED_SCORES = 1 << 33  # of a rank's rows and all heads: with fewer, two groups are slower (docs/lab/distributed.md)
 PLAIN = (Tensor, torch.nn.Parameter)  # not fake tensors, for example, which have no address
 
 
@@ -65,12 +65,12 @@ def _even(begin: int, end: int, group: int) -> bool:
     return begin % group == end % group == 0 or begin // group == (end - 1) // group
 
 
-def head_groups(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> int:
-    """Number of groups that a rank's heads are exchanged and computed in, of tensors [B, H, n, E]: whole key heads, with equal
-    numbers of heads of each tensor on every rank."""
+def head_groups(query: Tensor, key: Tensor, value: Tensor, ranks: int, keys: int) -> int:
+    """Number of groups that a rank's heads are exchanged and computed in, of tensors [B, H, n, E] whose rows see `keys` keys on
+    average: whole key heads, with equal numbers of heads of each tensor on every rank."""
     batch, heads, rows, _ = query.shape
     even = all(tensor.shape[1] % (2 * ranks) == 0 for tensor in (query, key, value))
-    return 2 if even and batch * heads * rows >= GROUPED_ROWS else 1
+    return 2 if even and batch * heads * rows * keys >= GROUPED_SCORES else 1
 
 
 class Exchange(NamedTuple):

@@ -85,7 +85,8 @@ def check_groups_of_heads(rank, ranks):
         out = context_parallel_attention(*local, **options)
         results.append([*out, *torch.autograd.grad([out[0].sin().sum(), out[1].sum()], [*local, sinks])])
     _gathered.GROUP_BYTES = kept
-    assert _gathered.groups_of(local[1], local[2], ranks) == 1
+    rows_first = [tensor.permute(2, 0, 1, 3) for tensor in local[1:]]
+    assert _gathered.groups_of(*rows_first, wholes[1].shape[2]) == 1
     for one, two, six in zip(*results, strict=True):
         assert torch.equal(one, two) and torch.equal(one, six)
 
@@ -104,9 +105,9 @@ def check_groups_of_heads_by_ulysses(rank, ranks):
             for frozen in ((), (0,), (1, 2)):
                 local = [t.requires_grad_(n not in frozen) for n, t in enumerate(shard(whole, 2, layout=layout))]
                 wanted, results = [*(t for t in local if t.requires_grad), options["sinks"]], []
-                for rows, claimed in ((_ulysses.GROUPED_ROWS, False), (0, False), (0, batch == 1)):
+                for scores, claimed in ((_ulysses.GROUPED_SCORES, False), (0, False), (0, batch == 1)):
                     with pytest.MonkeyPatch.context() as patch:
-                        patch.setattr(_ulysses, "GROUPED_ROWS", rows)
+                        patch.setattr(_ulysses, "GROUPED_SCORES", scores)
                         patch.setattr(_context_parallel, "_is_static", lambda query, left, claimed=claimed: claimed)
                         out, lse = context_parallel_attention(*local, method="ulysses", layout=layout, **options)
                         grads = torch.autograd.grad([out.sin().sum(), lse.sum()], wanted, create_graph=dtype is torch.float64)
@@ -174,7 +175,7 @@ def check_compiled(rank, ranks):
     """torch.compile makes one graph of a call and its backward pass, whose results are those without it."""
     from flash_online.distributed import _ulysses
 
-    starts, grouped_rows = torch.tensor([0, 5, 8 * ranks], dtype=torch.int32), _ulysses.GROUPED_ROWS
+    starts, grouped_scores = torch.tensor([0, 5, 8 * ranks], dtype=torch.int32), _ulysses.GROUPED_SCORES
     for method in METHODS:
 
         def dense(q, k, v, method=method):
@@ -186,11 +187,11 @@ def check_compiled(rank, ranks):
         for call, shape in ((dense, (1, 4, 8, 8)), (packed, (8, 4, 8))):
             tensors = [torch.randn(shape, requires_grad=True) for _ in range(3)]
             torch._dynamo.reset()
-            _ulysses.GROUPED_ROWS = 0  # two groups of heads
+            _ulysses.GROUPED_SCORES = 0  # two groups of heads
             for one, other in zip(
                 *((out, *torch.autograd.grad(out.sum(), tensors)) for out in (
                     call(*tensors), torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors))),
                 strict=True,
             ):  # fmt: skip
                 assert torch.equal(one, other), method
-    _ulysses.GROUPED_ROWS = grouped_rows
+    _ulysses.GROUPED_SCORES = grouped_scores

@@ -88,6 +88,24 @@ def test_the_choice_of_auto(heads, ranks, layout, causal, train, method):
     assert _context_parallel.choose(query, key, key, group, layout, causal, train) == method
 
 
+@pytest.mark.parametrize(
+    ("heads", "length", "bounds", "count"),
+    [
+        ((32, 8), 32768, (-1, 0), 2),  # over two H200s, all: docs/lab/distributed.md
+        ((32, 8), 32768, (4096, 0), 1),
+        ((32, 8), 131072, (4096, 0), 2),
+        ((32, 8), 32768, (4096, 4096), 2),
+        ((16, 16), 32768, (-1, 0), 1),
+        ((16, 16), 32768, (-1, -1), 2),
+        ((16, 2), 131072, (-1, -1), 1),  # a rank has one key head
+    ],
+)
+def test_two_groups_of_heads_where_there_are_many_scores(heads, length, bounds, count):
+    query, key = (torch.empty(1, h, length // 2, 128, dtype=torch.bfloat16, device="meta") for h in heads)
+    keys = _context_parallel._mean_keys(length, *bounds)
+    assert _context_parallel.head_groups(query, key, key, 2, keys) == count
+
+
 @pytest.mark.parametrize("layout", _layout.LAYOUTS)
 def test_pieces_are_the_sequence(layout):
     for ranks in (1, 2, 3, 8):
