@@ -57,6 +57,7 @@ template <class T>
 T __ldg(const T* at) {
   return *at;
 }
+inline float2 __ldcg(const float2* at) { return *at; }
 inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 inline bool __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) == ~0u; }
 

@@ -42,7 +42,7 @@ using std::min;
 struct Index3 {
   unsigned x = 0, y = 0, z = 0;
 };
-inline Index3 threadIdx, blockIdx, gridDim;
+inline Index3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace device_on_host {
 
@@ -50,6 +50,7 @@ constexpr int kLanes = 32, kSharedBytes = 227 << 10;
 
 inline char* shared_memory = nullptr;  // kSharedBytes, where a test has kernels that use any
 inline int room = kSharedBytes;  // that a CTA may have; 0: there is no GPU
+inline int sms = 3;
 
 class Cta {
  public:
@@ -62,13 +63,24 @@ class Cta {
 
   // Calls thread(n) for every thread of the CTA of this index.
   void run(unsigned cta, const std::function<void(int)>& thread) {
-    current() = this;
-    thread_ = &thread;
-    blockIdx.x = cta;
+    start({cta}, thread);
+    if (!resume()) throw std::runtime_error("a barrier of a cluster, where there is none");
+  }
+  void start(Index3 cta, std::function<void(int)> thread) {
+    current() = this;  // a new fiber looks for it
+    index_ = cta;
+    thread_ = std::move(thread);
     for (int n = 0; n < threads_; ++n) {
       lanes_[n].state = kRunning;
       if (!lanes_[n].stack) make_fiber(n);
     }
+  }
+  // Runs on to the end, and returns true; or to the cluster's barrier, behind which the next call begins, and returns false.
+  bool resume() {
+    current() = this;
+    blockIdx = index_;
+    for (Lane& lane : lanes_)
+      if (waits_for_cluster(lane)) lane.state = kRunning;
     // A warp runs as far as it can before the next one does, first and last in turn, so that a missing barrier shows.
     for (bool backwards = false; count(0, threads_, kEnded) < threads_; backwards = !backwards) {
       for (int n = 0; n < threads_; n += kLanes) {
@@ -77,9 +89,11 @@ class Cta {
         while (release_warp(first));
         if (thrown_) std::rethrow_exception(thrown_);
       }
+      if (std::all_of(lanes_.begin(), lanes_.end(), waits_for_cluster)) return false;
       if (count(0, threads_, kEnded) < threads_ && !release_barriers())
         throw std::runtime_error("some threads have ended, and others wait for them");
     }
+    return true;
   }
 
   // Returns the values that the lanes of the warp have given to the same function.
@@ -106,6 +120,7 @@ class Cta {
     exchange(static_cast<Function>(kBarrier + barrier), value);
     return cta.any_[barrier];
   }
+  static void wait_for_cluster() { exchange(static_cast<Function>(kBarrier + kBarriers), 0); }
   static int thread() { return current()->now_; }
   static int lane() { return thread() % kLanes; }
 
@@ -121,6 +136,7 @@ class Cta {
     int threads = 0;  // that the barrier waits for
   };
   static constexpr int kStackBytes = 512 << 10;
+  static bool waits_for_cluster(const Lane& lane) { return lane.state == kWaiting && lane.function == kBarrier + kBarriers; }
   static Cta*& current() {
     static Cta* cta = nullptr;
     return cta;
@@ -189,7 +205,7 @@ class Cta {
     current()->suspend(n, kRunning);
     while (true) {
       try {
-        (*current()->thread_)(n);
+        current()->thread_(n);
       } catch (...) {
         if (!current()->thrown_) current()->thrown_ = std::current_exception();
       }
@@ -198,7 +214,8 @@ class Cta {
   }
 
   const int threads_;
-  const std::function<void(int)>* thread_ = nullptr;
+  Index3 index_;
+  std::function<void(int)> thread_;
   std::exception_ptr thrown_;  // by a thread; the CTA runs no further
   jmp_buf scheduler_;
   std::vector<Lane> lanes_;
@@ -232,9 +249,10 @@ T __shfl_sync(unsigned mask, T value, int from) {
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, int step) {
   require_whole_warp(mask);
-  const uint64_t* const all = device_on_host::Cta::exchange(device_on_host::Cta::kShuffleUp, static_cast<uint64_t>(value));
-  const int from = device_on_host::Cta::lane() - step;
-  return from < 0 ? value : static_cast<T>(all[from]);
+  using device_on_host::Cta;
+  const uint64_t* const all = Cta::exchange(Cta::kShuffleUp, __builtin_bit_cast(BitsOf<T>, value));
+  const int from = Cta::lane() - step;
+  return from < 0 ? value : __builtin_bit_cast(T, static_cast<BitsOf<T>>(all[from]));
 }
 inline unsigned __match_any_sync(unsigned mask, int value) {
   require_whole_warp(mask);

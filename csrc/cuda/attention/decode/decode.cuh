@@ -257,34 +257,39 @@ int64_t AttentionDecode<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
   return bytes;
 }
 
+template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+void launch_decode(const DecodeSetup<kHeadDim, kFloat8, kRowTiles>& setup, const AttentionProblem& problem, void* workspace,
+                   CUstream_st* stream) {
+  DecodeArguments arguments =
+      decode_arguments(problem, setup.shape, decode_pool(problem, problem.key, problem.head_dim),
+                       decode_pool(problem, problem.value, problem.head_dim_v), setup.layout.stages, workspace);
+  const int ctas = setup.ctas(problem);
+  const auto run_as = [&]<DecodeCalls kCalls>(std::integral_constant<DecodeCalls, kCalls>) {
+    launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles, kCalls>>(
+        arguments, ctas, setup.layout.warps * kWarpSize, setup.shared_bytes(), stream, true, std::max(setup.split.cluster, 1));
+  };
+  if constexpr (!kFloat8 && kRowTiles == 1)
+    if (setup.calls == DecodeCalls::kDense) {
+      arguments.dense = setup.dense;
+      arguments.dense_split = setup.split;
+      arguments.dense_partials = setup.dense_partials;
+      arguments.dense_partials.data = static_cast<float*>(workspace);
+      run_as(std::integral_constant<DecodeCalls, DecodeCalls::kDense>{});
+      if (setup.split.cluster == 0) merge_dense(problem, arguments.dense_partials, setup.shape, ctas, stream);
+      return;
+    }
+  setup.calls == DecodeCalls::kPlain ? run_as(std::integral_constant<DecodeCalls, DecodeCalls::kPlain>{})
+                                     : run_as(std::integral_constant<DecodeCalls, DecodeCalls::kAll>{});
+  merge_results(arguments, ctas, stream);
+}
+
 template <int kHeadDim>
 void AttentionDecode<kHeadDim>::run(const ForwardPass& pass, void* workspace, CUstream_st* stream) {
   const AttentionProblem& problem = pass.problem;
   visit_decode<kHeadDim>(problem, [&]<class Element, bool kFloat8, int kRowTiles>(Type<Element>, std::bool_constant<kFloat8>,
                                                                                   std::integral_constant<int, kRowTiles>) {
     const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, shared_bytes_per_cta());
-    DecodeArguments arguments =
-        decode_arguments(problem, setup.shape, decode_pool(problem, problem.key, problem.head_dim),
-                         decode_pool(problem, problem.value, problem.head_dim_v), setup.layout.stages, workspace);
-    const int ctas = setup.ctas(problem);
-    const auto run_as = [&]<DecodeCalls kCalls>(std::integral_constant<DecodeCalls, kCalls>) {
-      launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles, kCalls>>(arguments, ctas, setup.layout.warps * kWarpSize,
-                                                                              setup.shared_bytes(), stream, true,
-                                                                              std::max(setup.split.cluster, 1));
-    };
-    if constexpr (!kFloat8 && kRowTiles == 1)
-      if (setup.calls == DecodeCalls::kDense) {
-        arguments.dense = setup.dense;
-        arguments.dense_split = setup.split;
-        arguments.dense_partials = setup.dense_partials;
-        arguments.dense_partials.data = static_cast<float*>(workspace);
-        run_as(std::integral_constant<DecodeCalls, DecodeCalls::kDense>{});
-        if (setup.split.cluster == 0) merge_dense(problem, arguments.dense_partials, setup.shape, ctas, stream);
-        return;
-      }
-    setup.calls == DecodeCalls::kPlain ? run_as(std::integral_constant<DecodeCalls, DecodeCalls::kPlain>{})
-                                       : run_as(std::integral_constant<DecodeCalls, DecodeCalls::kAll>{});
-    merge_results(arguments, ctas, stream);
+    launch_decode<Element>(setup, problem, workspace, stream);
   });
 }
 

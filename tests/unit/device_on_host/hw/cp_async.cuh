@@ -2,7 +2,9 @@
 // the destination holds NaN.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <vector>
 
@@ -16,7 +18,12 @@ struct PendingCopy {
   int bytes;  // of 16; the others become 0
 };
 struct PendingCopies {
-  std::vector<PendingCopy> started, committed;
+  std::vector<PendingCopy> started;
+  std::deque<std::vector<PendingCopy>> committed;  // groups
+
+  bool none() const {
+    return started.empty() && std::all_of(committed.begin(), committed.end(), [](const auto& group) { return group.empty(); });
+  }
 };
 inline std::map<int, PendingCopies> pending_copies;  // by thread
 
@@ -35,19 +42,18 @@ inline void cp_async_if(unsigned active, unsigned wanted, unsigned shared, const
 }
 inline void cp_async_commit() {
   PendingCopies& mine = pending_copies[device_on_host::Cta::thread()];
-  mine.committed.insert(mine.committed.end(), mine.started.begin(), mine.started.end());
+  mine.committed.push_back(std::move(mine.started));
   mine.started.clear();
 }
 template <int kPending = 0>
 void cp_async_wait() {
-  static_assert(kPending == 0);
   PendingCopies& mine = pending_copies[device_on_host::Cta::thread()];
-  for (const PendingCopy& copy : mine.committed) {
-    char* const to = device_on_host::shared_memory + copy.to;
-    std::memset(to, 0, 16);
-    if (copy.bytes > 0) std::memcpy(to, copy.from, static_cast<size_t>(copy.bytes));
-  }
-  mine.committed.clear();
+  for (; mine.committed.size() > kPending; mine.committed.pop_front())
+    for (const PendingCopy& copy : mine.committed.front()) {
+      char* const to = device_on_host::shared_memory + copy.to;
+      std::memset(to, 0, 16);
+      if (copy.bytes > 0) std::memcpy(to, copy.from, static_cast<size_t>(copy.bytes));
+    }
 }
 
 }  // namespace flash_online::cuda
