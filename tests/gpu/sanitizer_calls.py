@@ -290,14 +290,16 @@ CACHED = {
     "decode, packed, float8": few_queries(heads=(12, 1), queries=3, starts=(0, 1, 3, 6), cache_dtype=torch.float8_e4m3fn),
     "shared": cascade,
     "decode, 64 pieces": few_queries(lengths=(9000, 70), num_splits=64),
-    # On 132 SMs: 2, 96, 128 items of 8 units of one step.
-    "dense, a cluster per item": dense_keys(1, causal=True, window=(1100, 0), alignment="lower_right"),
+    # On 132 SMs: 2, 64, 96, 128 and 256 items of 8 units of one step.
+    "dense, one sequence": dense_keys(1, causal=True, window=(1100, 0), alignment="lower_right"),
+    "dense, pairs of CTAs": dense_keys(8, heads=(16, 8), causal=True, window=(1100, 0), alignment="lower_right"),
     "dense, shares of the line": dense_keys(12, heads=(16, 8)),
-    "dense, whole items": dense_keys(16, heads=(16, 8), sinks=lambda: torch.rand(16, device="cuda")),
+    "dense, whole items by two teams": dense_keys(16, heads=(16, 8), sinks=lambda: torch.rand(16, device="cuda")),
+    "dense, whole items": dense_keys(32, heads=(16, 8)),
     "dense, mask": dense_keys(2, mask=lambda: torch.rand(2, 1, 1, 1200, device="cuda") < 0.5),
     "dense, head dim 256": dense_keys(1, keys=4100, head_dim=256),
-    "dense, full caches": dense_keys(
-        4, keys=700, function=functools.partial(flash_online.kvcache_attention, cache_seqlens=None)
+    "dense, full caches by pairs": dense_keys(
+        33, keys=700, function=functools.partial(flash_online.kvcache_attention, cache_seqlens=None)
     ),
     "small tiles in shares": few_queries(heads=(16, 1), queries=3, sinks=lambda: torch.rand(16, device="cuda")),
     "small tiles in shares, packed": few_queries(heads=(12, 1), queries=5, starts=(0, 3, 3, 8), head_dim=64),

@@ -54,17 +54,18 @@ HEAD_DIMS = [64, 128, *(pytest.param(e, marks=pytest.mark.slow) for e in (40, 96
 @pytest.mark.parametrize(("heads", "queries"), [((8, 2), 1), ((4, 2), 3), ((16, 1), 1), ((2, 2), 1)], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_bits_do_not_depend_on_shares(kernels, head_dim, heads, queries, keys):
-    """One to seven SMs: shares of whole rows, and shares that cut a row anywhere between its units."""
+    """One to eight SMs: CTAs of one or two teams that take whole rows, pairs of CTAs that share one, and shares that cut a row
+    anywhere between its units."""
     if heads == (16, 1) and head_dim > 128:
         pytest.skip("the results of 16 rows have no room, and dispatch.cu does not ask for them")
     dtype = torch.float16 if keys % 3 else torch.bfloat16
     inputs, library = draw((queries, keys), head_dim, heads, dtype, batch=2, size=3), kernels(kernels_on_host.tile_of(head_dim))
-    runs = [run(library, *inputs, splits=4 + keys // 256, sms=sms) for sms in (1, 2, 3, 5, 7)]
+    runs = [run(library, *inputs, splits=4 + keys // 256, sms=sms) for sms in (1, 2, 3, 4, 5, 7, 8)]
     check(runs[0], inputs)
     for out, lse, _ in runs[1:]:
         assert torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1])
     if keys > 1000:
-        assert {share for *_, share in runs} == {LINE, WHOLE}
+        assert {share for *_, share in runs} == ({LINE, WHOLE, PAIR} if head_dim <= 128 else {LINE, WHOLE})
     alone = run(library, *(t[1:] for t in inputs), splits=4 + keys // 256, sms=5)
     assert torch.equal(alone[0], runs[0][0][1:]) and torch.equal(alone[1], runs[0][1][1:])
 

@@ -99,22 +99,30 @@ struct DecodeSetup {
     *this = own;
     return true;
   }
-  // The units of a call whose bits do not depend on the batch: as many as there are kv_splits. Two CTAs of four warps per SM,
-  // so that one reads while the other one ends a unit.
+  // The units of a call whose bits do not depend on the batch: as many as there are kv_splits, of four warps each.
   bool set_units(const AttentionProblem& problem, int most_shared_bytes) {
-    if (!set_layout(problem, 4, 2, most_shared_bytes) && !set_layout(problem, 4, 1, most_shared_bytes)) return false;
+    if (!set_busy_split(problem, 2, most_shared_bytes)) {
+      split = {};
+      if (!set_layout(problem, 4, 1, 2, most_shared_bytes)) {
+        if (!set_layout(problem, 4, 1, 1, most_shared_bytes)) return false;
+        set_whole_items(problem);
+      }
+    }
     shape.unit_steps =
-        static_cast<int>(ceil_div(ceil_div(problem.keys, problem.cache.kv_splits), int64_t{kTileKeys} * layout.warps));
-    set_whole_items(problem);
+        static_cast<int>(ceil_div(ceil_div(problem.keys, problem.cache.kv_splits), int64_t{kTileKeys} * shape.warps()));
     return true;
   }
-  // The units of a call over a cache whose keys the host knows: one per item, or one for each of a pair of CTAs. Returns
-  // whether such CTAs keep nearly all SMs busy.
+  // The units of a call over a cache whose keys the host knows: one per item, or one for each of a pair of CTAs.
   bool set_few_units(const AttentionProblem& problem, int most_shared_bytes) {
-    const bool is_set = (set_layout(problem, 4, 2, most_shared_bytes) && set_whole_items(problem)) ||
-                        (set_layout(problem, 8, 1, most_shared_bytes) && (set_whole_items(problem) || set_pairs(problem)));
-    if (is_set) shape.unit_steps = static_cast<int>(ceil_div(shape.most_steps(problem), int64_t{split.cluster}));
-    return is_set;
+    if (!set_busy_split(problem, 1, most_shared_bytes)) return false;
+    shape.unit_steps = static_cast<int>(ceil_div(shape.most_steps(problem), int64_t{split.cluster}));
+    return true;
+  }
+  // Finds CTAs that keep nearly all SMs busy: two of four warps per SM with whole items, so that one reads while the other one
+  // ends a unit; one of eight, in so many teams; a pair of such for each item.
+  bool set_busy_split(const AttentionProblem& problem, int teams, int most_shared_bytes) {
+    return (set_layout(problem, 4, 1, 2, most_shared_bytes) && set_whole_items(problem)) ||
+           (set_layout(problem, 8 / teams, teams, 1, most_shared_bytes) && (set_whole_items(problem) || set_pairs(problem)));
   }
   bool set_whole_items(const AttentionProblem& problem) {
     const int64_t all = items(problem);
@@ -130,16 +138,19 @@ struct DecodeSetup {
   // Whether `ctas` equal CTAs leave at most 3 % of the time of those that the GPU holds at once unused.
   bool keeps_busy(int64_t ctas) const { return ctas > 0 && ctas * 100 >= round_up(ctas, most_ctas()) * 97; }
   // The layout, with one or two buffers, whatever there is room for, and what follows from it.
-  bool set_layout(const AttentionProblem& problem, int warps, int ctas_per_sm, int most_shared_bytes) {
-    const int rows = static_cast<int>(round_up(std::min<int64_t>(decode_rows_of(problem), 16), 8));
+  bool set_layout(const AttentionProblem& problem, int warps_of_team, int teams, int ctas_per_sm, int most_shared_bytes) {
+    const int rows = static_cast<int>(round_up(std::min<int64_t>(decode_rows_of(problem), 16), 8)),
+              warps = warps_of_team * teams;
     layout = {};
     for (int buffers = 2; buffers > 0 && layout.warps == 0; --buffers) {
       dense = {buffers, rows};
       const int bytes_of_warp = kQueryBytes + ceil_div(dense.bytes<kHeadDim>(warps), warps);
       layout = decode_layout_of(warps, ctas_per_sm, kStageBytes, bytes_of_warp, most_shared_bytes);
     }
-    if (layout.warps > 0) shape = decode_shape(problem, 16 * kRowTiles, kTileKeys, warps);
-    return layout.warps > 0;
+    if (layout.warps == 0) return false;
+    shape = decode_shape(problem, 16 * kRowTiles, kTileKeys, warps_of_team);
+    shape.teams = teams;
+    return true;
   }
   int64_t items(const AttentionProblem& problem) const { return problem.batch * shape.key_heads * shape.row_tiles; }
   // The most units of an item of a dense call.

@@ -1,10 +1,10 @@
 // Few rows over dense keys: the units of a row are folded in the order of their keys.
 //
 // A row's bits must not depend on the batch, so its keys are cut by their number alone (units of the line, line.cuh), and every
-// sum has one order: the warps of a CTA take the tiles of a unit by turns, their results are folded in the order of the warps,
-// and those of the units in the order of the keys. A CTA folds the units that it has of a row if the first one is among them.
-// Others are partial results of their own, which are folded after those: by the cluster whose CTAs share the row, or by
-// merge_dense().
+// sum has one order: the warps of a team take the tiles of a unit by turns, their results are folded in the order of the warps,
+// and those of the units in the order of the keys. A CTA is one team, or two that take units by turns. It folds the units that
+// it has of a row if the first one is among them. Others are partial results of their own, which are folded after those: by the
+// cluster whose CTAs share the row, or by merge_dense().
 #pragma once
 
 #include "../../hw/cluster.cuh"
@@ -184,7 +184,7 @@ __device__ __forceinline__ void fold_in_cluster(const AttentionProblem& problem,
   // Neighbouring runs are folded on different SMs.
 #pragma unroll 1
   for (int index = rank + split.cluster * (static_cast<int>(threadIdx.x) / kWarpSize); index < partials.rows * runs;
-       index += split.cluster * shape.warps()) {
+       index += split.cluster * shape.warps() * shape.teams) {
     const int in_tile = index / runs;
     const DenseRow row(shape, item, in_tile);
     if (row.row < shape.group * static_cast<int>(problem.queries))
@@ -200,14 +200,20 @@ class DenseFolder {
 
   __device__ __forceinline__ DenseFolder(const AttentionProblem& problem, const DensePartials& partials,
                                          const DecodeShape& shape, const DenseShared& layout, char* shared)
-      : problem_(problem), partials_(partials), shape_(shape), layout_(layout), shared_(shared), warps_(shape.warps()) {}
+      : problem_(problem),
+        partials_(partials),
+        shape_(shape),
+        layout_(layout),
+        shared_(shared),
+        warps_(shape.warps()),
+        teams_(shape.teams) {}
 
-  // Takes what the warp has of unit `unit` of a part, and clears it. All warps call it.
+  // Takes what the warp has of its team's unit of a turn of the teams, and clears it. All warps call it.
   template <int kRowTiles, int kColumns>
-  __device__ __forceinline__ void add(const DecodeWalk& walk, int unit, const DecodeRows<kRowTiles>& rows,
+  __device__ __forceinline__ void add(const DecodeWalk& walk, int turn, const DecodeRows<kRowTiles>& rows,
                                       Accumulator<kRowTiles, kColumns>& out, ScoreState (&states)[kRowTiles][2]) {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-    char* const first = results(is_second_ ? warps_ : 0);
+    char* const first = results(is_second_ ? teams_ * warps_ : 0);
     char* const to = first + warp * layout_.warp_bytes<kHeadDim>();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
@@ -228,7 +234,10 @@ class DenseFolder {
     for_each_state(states, [](ScoreState& state) { state = {}; });
     __syncthreads();
 #pragma unroll 1
-    for (int r = warp; r < rows.count; r += warps_) fold_row(walk, unit, rows, first, r);
+    for (int r = warp; r < rows.count; r += teams_ * warps_)
+#pragma unroll 1
+      for (int team = 0; team < teams_ && turn * teams_ + team < walk.units; ++team)
+        fold_row(walk, turn * teams_ + team, rows, first + team * warps_ * layout_.warp_bytes<kHeadDim>(), r);
     // With two buffers, warps that have passed the next barrier have read this one's results.
     if (layout_.buffers == 2)
       is_second_ = !is_second_;
@@ -239,7 +248,7 @@ class DenseFolder {
  private:
   __device__ __forceinline__ char* results(int index) const { return shared_ + index * layout_.warp_bytes<kHeadDim>(); }
   // Of the row's units before, which the warp alone reads and writes.
-  __device__ __forceinline__ char* total() const { return results(layout_.buffers * warps_); }
+  __device__ __forceinline__ char* total() const { return results(layout_.buffers * teams_ * warps_); }
   __device__ __forceinline__ static float* outputs_of(char* results) { return reinterpret_cast<float*>(results); }
   __device__ __forceinline__ float2* states_of(char* results) const {
     return reinterpret_cast<float2*>(results + layout_.rows * kHeadDim * 4);
@@ -317,7 +326,7 @@ class DenseFolder {
   const DecodeShape& shape_;
   const DenseShared& layout_;
   char* shared_;
-  int warps_;
+  int warps_, teams_;  // of a team; of the CTA
   bool is_second_ = false;  // buffer
 };
 

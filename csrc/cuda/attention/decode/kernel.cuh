@@ -113,7 +113,9 @@ class DecodeKernel {
  public:
   static constexpr int kRows = 16 * kRowTiles, kKeys = decode_tile_keys(kHeadDim, kFloat8);
   static constexpr int kBoxes = decode_boxes(kHeadDim, kFloat8);
-  using Loads = DecodeLoads<kBoxes, kKeys>;
+  template <bool kTeams>
+  using LoadsOf = DecodeLoads<kBoxes, kKeys, kTeams>;
+  using Loads = LoadsOf<false>;
   static constexpr int kBoxBytes = Loads::kBoxBytes, kStageBytes = Loads::kStageBytes,
                        kQueryBytes = decode_query_bytes(kHeadDim, kRows);
   static_assert(kStageBytes == decode_stage_bytes(kHeadDim, kFloat8));
@@ -395,11 +397,13 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   const AttentionProblem& problem = arguments.problem;
   const DecodeShape& shape = arguments.shape;
   const int warps = shape.warps(), stages = arguments.stages, warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int teams = kDense ? shape.teams : 1;
   const bool whole_items = arguments.whole_items;
   // Shared memory: the warps' rings, their queries, and what they exchange.
-  char *const queries_at = shared + warps * stages * kStageBytes, *const exchanged_at = queries_at + warps * kQueryBytes;
-  Loads loads(problem, arguments.kv_splits, shape, arguments.keys, arguments.values, whole_items,
-              shared + warp * stages * kStageBytes, stages);
+  char *const queries_at = shared + teams * warps * stages * kStageBytes, *const exchanged_at =
+                                                                              queries_at + teams * warps * kQueryBytes;
+  LoadsOf<kDense> loads(problem, arguments.kv_splits, shape, arguments.keys, arguments.values, whole_items,
+                        shared + warp * stages * kStageBytes, stages);
   grid_dependency_wait();
   launch_dependents();  // what follows may rely on all before this kernel having ended
   if (problem.query_starts) clear_rows_without_result<Element>(problem);
@@ -431,9 +435,9 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
     RowStates states;
     clear(out);
     const int end = rows.count > 0 ? walk.end : 0;
-    int steps = 0, units = 0;  // dense: of the unit; of the part
+    int steps = 0, turn = 0;  // dense: of the unit; of the teams
 #pragma unroll 1
-    for (int tile = walk.tile + warp;;) {
+    for (int tile = first_tile_of_warp<kDense>(shape, walk.tile);;) {
       char* stage = nullptr;
       if (starts == 0) {
         if (!has_queries && rows.count > 0) {
@@ -448,8 +452,10 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
         has_queries = true;
         if constexpr (kDense) {
 #pragma unroll 1
-          for (; steps == shape.unit_steps || (tile >= end && units < walk.units); steps = 0)
-            folder.add(walk, units++, rows, out, states);
+          for (; steps == shape.unit_steps || (tile >= end && turn * teams < walk.units); steps = 0) {
+            if (steps == shape.unit_steps) tile += tiles_of_other_teams(shape);
+            folder.add(walk, turn++, rows, out, states);
+          }
         }
         if (tile >= end) break;
         stage = loads.wait();

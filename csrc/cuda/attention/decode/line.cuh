@@ -29,6 +29,7 @@ struct DecodeShape {
   int window_left, window_right;  // below 0: no bound
   int least_share = 1;  // units: shares are no smaller, even if CTAs are then idle
   int unit_steps = 1;  // steps per unit of the line: shares begin and end between units
+  int teams = 1;  // of warps() warps each, in a CTA of a dense call: they take the units of a part by turns
   // Neighbouring key heads, and row tiles of a key head, that run abreast: that many CTAs take the same share, each for one
   // head and row tile. They read the same keys at a time, or adjacent ones in a cache that has a token's heads together.
   int heads_abreast = 1, row_tiles_abreast = 1;
@@ -73,6 +74,7 @@ struct DecodeShape {
   }
 
   __host__ __device__ constexpr int warps() const { return 1 << warps_log2; }
+  __host__ __device__ constexpr int unit_tiles() const { return unit_steps << warps_log2; }
   // The tiles of rows per key head of a sequence of `queries` queries, at least one.
   __device__ __forceinline__ int row_tiles_of(int queries) const {
     if (row_tiles == 1) return 1;
@@ -274,10 +276,9 @@ struct DecodeWalk {
     units = whole_items ? s.weight : min(left, s.weight - skip);
     begins_item = skip == 0;
     ends_item = whole_items || skip + units == s.weight;
-    const int unit_tiles = shape.warps() * shape.unit_steps;
     first_unit = skip;
-    tile = shape.first_tile(begin) + skip * unit_tiles;
-    end = whole_items ? shape.end_tile(last) : min(tile + units * unit_tiles, shape.end_tile(last));
+    tile = shape.first_tile(begin) + skip * shape.unit_tiles();
+    end = whole_items ? shape.end_tile(last) : min(tile + units * shape.unit_tiles(), shape.end_tile(last));
   }
 
   int begin_;  // of the share in its first sequence; -1 once the walk has begun

@@ -34,8 +34,16 @@ __device__ __forceinline__ void wait_for_groups(int pending) {
 // warpgroup, each warp takes a quarter of the rows.
 enum class DecodeLoaders { kWarp, kCta, kWarpgroup };
 
+// The first tile of a warp in a part, and how many it leaves to other teams after a unit (DecodeShape::teams).
+template <bool kTeams>
+__device__ __forceinline__ int first_tile_of_warp(const DecodeShape& shape, int tile) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  return tile + warp + (kTeams ? (warp >> shape.warps_log2) * (shape.unit_tiles() - shape.warps()) : 0);
+}
+__device__ __forceinline__ int tiles_of_other_teams(const DecodeShape& shape) { return (shape.teams - 1) * shape.unit_tiles(); }
+
 // The tiles of kTile keys that they load, one after the other, and where the rows of the next one lie.
-template <int kTile, DecodeLoaders kLoaders>
+template <int kTile, DecodeLoaders kLoaders, bool kTeams = false>
 class DecodeTiles {
  public:
   __device__ __forceinline__ DecodeTiles(const AttentionProblem& problem, const KvSplits& kv_splits, const DecodeShape& shape,
@@ -54,6 +62,10 @@ class DecodeTiles {
   __device__ __forceinline__ bool done() const { return walk_.done(); }
   __device__ __forceinline__ void next_tile() {
     tile_ += kLoaders == DecodeLoaders::kWarp ? shape_.warps() : 1;
+    if (kTeams && ++step_ == shape_.unit_steps) {
+      step_ = 0;
+      tile_ += tiles_of_other_teams(shape_);
+    }
     find_tile();
   }
   // The lane's row in a tile.
@@ -89,8 +101,9 @@ class DecodeTiles {
     only_block_ = has_row && !cache.table ? static_cast<int>(row) : -1;
     // A shorter sequence than the longest may have no such rows.
     tile_ = tile_and_head.x * shape_.tile_rows < walk_.s.queries * shape_.group
-                ? walk_.tile + (kLoaders == DecodeLoaders::kWarp ? static_cast<int>(threadIdx.x) / kWarpSize : 0)
+                ? kLoaders == DecodeLoaders::kWarp ? first_tile_of_warp<kTeams>(shape_, walk_.tile) : walk_.tile
                 : walk_.end;
+    step_ = 0;
   }
 
   // Finds the next tile, and asks the table where its rows lie: one row per lane. No instruction looks at the answer
@@ -113,14 +126,15 @@ class DecodeTiles {
 
   bool whole_items_;
   int tile_ = 0;  // the next one
+  int step_ = 0;  // of its unit
   const int32_t* table_row_ = nullptr;  // the sequence's; null: all of its keys are in one block
   int only_block_ = -1;
 };
 
 // kBoxes: of keys, and of values, per tile of kTile keys.
-template <int kBoxes, int kTile>
-class DecodeLoads : public DecodeTiles<kTile, DecodeLoaders::kWarp> {
-  using Tiles = DecodeTiles<kTile, DecodeLoaders::kWarp>;
+template <int kBoxes, int kTile, bool kTeams = false>
+class DecodeLoads : public DecodeTiles<kTile, DecodeLoaders::kWarp, kTeams> {
+  using Tiles = DecodeTiles<kTile, DecodeLoaders::kWarp, kTeams>;
 
  public:
   static_assert(kTile <= kWarpSize);
