@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from .attention.summary import BY_OVERRIDE, DEFAULT, DENSE, GROUPS, MIB, over
 from .decode import summary as decode_summary
-from .distributed import GRAPHS, METHODS, ONE, PEERS, TWINS
+from .distributed import GRAPHS, HOST_LENGTH, METHODS, ONE, PEERS, TWINS
 from .family.summary import PROFILED_LENGTH
 from .family.summary import PROVIDERS as FAMILY
 from .summary import BY_REGISTRY, DIRECTIONS, MATH, OURS, TORCH, geometric_mean
@@ -304,14 +304,14 @@ def family_page(record: dict) -> list[str]:
 
 
 def distributed_page(record: dict) -> list[str]:
-    """A row per cell: milliseconds and shares of ideal scaling; exposed communication; memory."""
+    """A row per cell: milliseconds and shares of ideal scaling; exposed communication; memory; and the host's time."""
     lines = [
         *heading(record),
         "",
         f"{record['ranks']} ranks of one host, NCCL {record['nccl']}, {record['results'][0]['dtype']}.",
     ]
     torchs = ["torch, flash, allgather", "torch, cuDNN, allgather", f"torch, {BY_REGISTRY}"]
-    by_time, by_share, by_bytes = [], [], []
+    by_time, by_share, by_bytes, by_host = [], [], [], []
     for result in record["results"]:
         of = result["providers"]
         cell = [result["kind"], f"{result['sizes']['L']:,}", f"{result['sizes']['heads']} : {result['sizes']['key heads']}"]
@@ -323,6 +323,9 @@ def distributed_page(record: dict) -> list[str]:
         ring = next((PEERS[name] for name in ("zigzag", "llama3") if PEERS[name] in of), PEERS["zigzag"])
         peers = [*torchs, ring, PEERS["ulysses"]]
         graphs = [entry(name, "ms", number) for name in GRAPHS]
+        if result["sizes"]["L"] == HOST_LENGTH:
+            by_host.append([*cell, *(entry(name, "host_ms", number) for name in (ONE, *METHODS.values(), *peers, *GRAPHS))])
+            continue
         by_time.append([*cell, *(entry(name, "ms", number) for name in (ONE, *METHODS.values(), *peers)), pair_of(graphs)])
         exposed = [
             number(of[name]["ms"] - of[TWINS[method]]["ms"]) if TWINS[method] in of else "-" for method, name in METHODS.items()
@@ -333,6 +336,7 @@ def distributed_page(record: dict) -> list[str]:
         by_bytes.append([*cell, *(entry(n, "share_of_least_bytes", times) for n in (ONE, *METHODS.values(), *peers))])
     names = ["Ulysses", "gathered", "torch flash", "torch cuDNN", "torch, our kernels", "ring-flash-attn", "yunchang"]
     cells, pairs = ["", "L", "heads"], "Ulysses / gathered"
+    hosts = ["one GPU", *names, *(f"graph, {name}" for name in pairs.split(" / "))]
     return [
         *lines,
         "",
@@ -347,6 +351,7 @@ def distributed_page(record: dict) -> list[str]:
         "Memory at the peak, over a rank's share of inputs, output and gradients, which are among it; one GPU's likewise.",
         "",
         *table([*cells, "one GPU", *names], by_bytes),
+        *(["", "What a host takes to issue a step, ms.", "", *table([*cells, *hosts], by_host)] if by_host else []),
     ]
 
 

@@ -49,6 +49,7 @@ from .summary import BY_REGISTRY, OURS
 
 HEAD_DIM = 128
 LENGTHS = (8192, 32768, 131072, 524288)
+HOST_LENGTH = 512  # a GPU has next to nothing to compute there: the time is the host's
 ONE_GPU_MOST = 131072  # beyond, one GPU takes many seconds, and the gradients much of its memory
 GRADIENTS_MOST = 32768  # up to here gradients are compared with one process's too
 GRAPHS_MOST = 32768  # beyond, launches overlap without a CUDA graph
@@ -68,11 +69,12 @@ class Cell(Case):
 def _cells() -> list[Cell]:
     cells = []
     for heads, key_heads in ((32, 8), (16, 16)):
-        for length in LENGTHS:
+        for length in (HOST_LENGTH, *LENGTHS):
             sizes = {"L": length, "heads": heads, "key heads": key_heads}
             cells.append(Cell("causal", sizes))
-            if length in (32768, 131072):
-                cells += [Cell("window", sizes, {"window": 4096}), Cell("packed", sizes, {"packed": True})]
+            if length in (HOST_LENGTH, 32768, 131072):
+                window = {"window": min(4096, length // 4)}
+                cells += [Cell("window", sizes, window), Cell("packed", sizes, {"packed": True})]
     return sorted(cells, key=lambda cell: cell.sizes["L"])  # an interrupted run has most of the cells
 
 

@@ -208,6 +208,20 @@ class DenseFolder {
         warps_(shape.warps()),
         teams_(shape.teams) {}
 
+  // Ends the unit of which the warp has had all `steps`, and at the end of a part each turn of the teams that is left.
+  // Afterwards `tile` is one of the team's next unit.
+  template <int kRowTiles, int kColumns>
+  __device__ __forceinline__ void end_units(const DecodeWalk& walk, int end, const DecodeRows<kRowTiles>& rows, int& tile,
+                                            int& steps, int& turn, Accumulator<kRowTiles, kColumns>& out,
+                                            ScoreState (&states)[kRowTiles][2]) {
+#pragma unroll 1
+    for (; steps == shape_.unit_steps || (tile >= end && turn * teams_ < walk.units); steps = 0) {
+      if (steps == shape_.unit_steps) tile += tiles_of_other_teams(shape_);
+      add(walk, turn++, rows, out, states);
+    }
+  }
+
+ private:
   // Takes what the warp has of its team's unit of a turn of the teams, and clears it. All warps call it.
   template <int kRowTiles, int kColumns>
   __device__ __forceinline__ void add(const DecodeWalk& walk, int turn, const DecodeRows<kRowTiles>& rows,
@@ -244,8 +258,6 @@ class DenseFolder {
     else
       __syncthreads();
   }
-
- private:
   __device__ __forceinline__ char* results(int index) const { return shared_ + index * layout_.warp_bytes<kHeadDim>(); }
   // Of the row's units before, which the warp alone reads and writes.
   __device__ __forceinline__ char* total() const { return results(layout_.buffers * teams_ * warps_); }
@@ -335,7 +347,7 @@ struct NoFolder {
   template <class... Arguments>
   __device__ __forceinline__ explicit NoFolder(const Arguments&...) {}
   template <class... Arguments>
-  __device__ __forceinline__ void add(const Arguments&...) {}
+  __device__ __forceinline__ void end_units(const Arguments&...) {}
 };
 
 }  // namespace flash_online::cuda

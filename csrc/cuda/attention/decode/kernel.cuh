@@ -450,13 +450,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
           }
         }
         has_queries = true;
-        if constexpr (kDense) {
-#pragma unroll 1
-          for (; steps == shape.unit_steps || (tile >= end && turn * teams < walk.units); steps = 0) {
-            if (steps == shape.unit_steps) tile += tiles_of_other_teams(shape);
-            folder.add(walk, turn++, rows, out, states);
-          }
-        }
+        folder.end_units(walk, end, rows, tile, steps, turn, out, states);
         if (tile >= end) break;
         stage = loads.wait();
         ++steps;
@@ -497,10 +491,11 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
       fold_in_cluster<Element>(problem, arguments.dense_partials, shape, arguments.dense_split, share.s.weight);
 }
 
-// With 16 rows a thread leaves registers for the CTAs that merge, which so may start before these end.
+// With 16 rows a thread leaves registers for the CTAs of merge_shares(), which so may start before these end. Those of
+// merge_dense() need more, and may not.
 template <class Element, int kHeadDim, bool kFloat8, int kRowTiles, DecodeCalls kCalls,
           class Kernel = DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>>
-__global__ void __maxnreg__(kRowTiles == 1 && kHeadDim <= 128 ? 224 : 255)
+__global__ void __maxnreg__(kRowTiles == 1 && kHeadDim <= 128 && kCalls != DecodeCalls::kDense ? 224 : 255)
     attention_decode(const __grid_constant__ DecodeArguments arguments) {
   extern __shared__ __align__(128) char shared[];
   touch_constants(arguments);
