@@ -105,9 +105,9 @@ struct DenseRow {
   }
 };
 
-// A warp folds the partial results of a row, or of kColumns of its columns.
-template <class Element, int kPairs,
-          int kAtOnce>  // pairs of columns of a lane; partial results that it reads before it folds any
+// A warp folds the partial results of a row, or of kColumns of its columns: kPairs pairs of columns per lane, which reads
+// kAtOnce partial results before it folds any.
+template <class Element, int kPairs, int kAtOnce>
 struct DenseMerge {
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpSize;  // of a CTA of merge_dense()
   static constexpr int kColumns = 2 * kPairs * kWarpSize;
