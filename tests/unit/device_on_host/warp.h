@@ -75,7 +75,7 @@ class Cta {
       if (!lanes_[n].stack) make_fiber(n);
     }
   }
-  // Runs on to the end, and returns true; or to the cluster's barrier, behind which the next call begins, and returns false.
+  // Runs on to the end, and returns true; or to the cluster's barrier, after which the next call begins, and returns false.
   bool resume() {
     current() = this;
     blockIdx = index_;

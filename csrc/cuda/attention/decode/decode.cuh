@@ -99,7 +99,7 @@ struct DecodeSetup {
     *this = own;
     return true;
   }
-  // The units of a call whose bits do not depend on the batch: as many as there are kv_splits, of four warps each.
+  // Sets up a call whose bits must not depend on the batch: kv_splits units per item, each computed by four warps.
   bool set_units(const AttentionProblem& problem, int most_shared_bytes) {
     if (!set_busy_split(problem, 2, most_shared_bytes)) {
       split = {};
@@ -112,14 +112,15 @@ struct DecodeSetup {
         static_cast<int>(ceil_div(ceil_div(problem.keys, problem.cache.kv_splits), int64_t{kTileKeys} * shape.warps()));
     return true;
   }
-  // The units of a call over a cache whose keys the host knows: one per item, or one for each of a pair of CTAs.
+  // Sets up a call over a cache whose keys the host knows: each CTA has one unit of an item, which one or two CTAs share.
   bool set_few_units(const AttentionProblem& problem, int most_shared_bytes) {
     if (!set_busy_split(problem, 1, most_shared_bytes)) return false;
     shape.unit_steps = static_cast<int>(ceil_div(shape.most_steps(problem), int64_t{split.cluster}));
     return true;
   }
-  // Finds CTAs that keep nearly all SMs busy: two of four warps per SM with whole items, so that one reads while the other one
-  // ends a unit; one of eight, in so many teams; a pair of such for each item.
+  // Takes the first of these layouts that keeps nearly all SMs busy: two CTAs of four warps per SM, which take whole items (one
+  // reads while the other one ends a unit); one CTA of eight warps per SM, in `teams` teams, with whole items; the same, with a
+  // pair of CTAs per item.
   bool set_busy_split(const AttentionProblem& problem, int teams, int most_shared_bytes) {
     return (set_layout(problem, 4, 1, 2, most_shared_bytes) && set_whole_items(problem)) ||
            (set_layout(problem, 8 / teams, teams, 1, most_shared_bytes) && (set_whole_items(problem) || set_pairs(problem)));

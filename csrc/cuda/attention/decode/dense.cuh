@@ -3,8 +3,8 @@
 // A row's bits must not depend on the batch, so its keys are cut by their number alone (units of the line, line.cuh), and every
 // sum has one order: the warps of a team take the tiles of a unit by turns, their results are folded in the order of the warps,
 // and those of the units in the order of the keys. A CTA is one team, or two that take units by turns. It folds the units that
-// it has of a row if the first one is among them. Others are partial results of their own, which are folded after those: by the
-// cluster whose CTAs share the row, or by merge_dense().
+// it has of a row if the first one is among them. Each other unit is a partial result of its own. The cluster whose CTAs share
+// the row, or merge_dense(), then folds these in the order of the keys.
 #pragma once
 
 #include "../../hw/cluster.cuh"
@@ -58,10 +58,9 @@ struct DenseSplit {
   __device__ __forceinline__ int units(int weight) const {
     return static_cast<int>(static_cast<unsigned>(items * weight + cluster - 1) / static_cast<unsigned>(cluster));
   }
-  // How many of an item's units the CTA has that has the first one. `item`: of all sequences.
-  __device__ __forceinline__ int units_in_first_share(const DecodeSequence& s, const DecodeShape& shape, int sequences,
-                                                      int ctas, int item) const {
-    if (cluster > 0) return min(units(s.weight), s.weight);
+  // If shares cut items: how many units of an item belong to the share in which it begins. `item`: of all sequences.
+  __device__ __forceinline__ static int units_in_first_share(const DecodeSequence& s, const DecodeShape& shape, int sequences,
+                                                             int ctas, int item) {
     const int begin = item * s.weight, size = DecodeShare::of_line(sequences * s.length(shape), 1, ctas, 0).size;
     return min((begin / size + 1) * size - begin, s.weight);
   }
@@ -70,10 +69,9 @@ struct DenseSplit {
                                                int cta) const {
     const DecodeSequence s = decode_sequence(problem, KvSplits{}, shape, 0);
     const int of_sequence = s.length(shape), length = static_cast<int>(problem.batch) * of_sequence;
-    DecodeShare share;
+    DecodeShare share{};
     if (cluster > 0) {
       const int which = cta / cluster, rank = cta - which * cluster, own = units(s.weight), all = items * s.weight;
-      share.size = own;
       share.begin = min(which * all + min(rank * own, all), length);
       share.end = min(which * all + min((rank + 1) * own, all), length);
     } else {
@@ -86,7 +84,7 @@ struct DenseSplit {
   }
 };
 
-// Folds the partial results of the rows of a dense call whose shares cut items, unless one CTA had all units.
+// After a dense call whose shares cut items: folds the partial results of each row that several CTAs have computed.
 void merge_dense(const AttentionProblem& problem, const DensePartials& partials, const DecodeShape& shape, int ctas,
                  CUstream_st* stream);
 
@@ -113,7 +111,7 @@ struct DenseMerge {
   static constexpr int kColumns = 2 * kPairs * kWarpSize;
   static_assert(kAtOnce <= kWarpSize);
 
-  // `first`: the units of which partial 0 is the sum.
+  // Partial 0 is the sum of the `first` leading units.
   __device__ __forceinline__ static void fold(const AttentionProblem& problem, const DensePartials& all, const CachedRow& row,
                                               int item, int in_tile, int first, int units, int run) {
     const RowPartials partials{all.partial(item, 0, in_tile), all.partial(item, first, in_tile), int64_t{all.rows} * all.pitch,
@@ -177,8 +175,8 @@ __device__ __forceinline__ void fold_in_cluster(const AttentionProblem& problem,
   __syncwarp();
   cluster_arrive();
   cluster_wait();
-  const int first = min(split.units(weight), weight);
-  if (first == weight) return;
+  const int first = split.units(weight);
+  if (first == weight) return;  // the second CTA had none
   const int item = static_cast<int>(blockIdx.x) / split.cluster, rank = static_cast<int>(blockIdx.x) - item * split.cluster,
             runs = max((static_cast<int>(problem.head_dim_v) + Merge::kColumns - 1) / Merge::kColumns, 1);
   // Neighbouring runs are folded on different SMs.
@@ -208,8 +206,8 @@ class DenseFolder {
         warps_(shape.warps()),
         teams_(shape.teams) {}
 
-  // Ends the unit of which the warp has had all `steps`, and at the end of a part each turn of the teams that is left.
-  // Afterwards `tile` is one of the team's next unit.
+  // Ends the unit if the warp has processed all of its steps. At the end of a part it also ends the turns in which the warp
+  // has no tile. Then moves `tile` on to the team's next unit.
   template <int kRowTiles, int kColumns>
   __device__ __forceinline__ void end_units(const DecodeWalk& walk, int end, const DecodeRows<kRowTiles>& rows, int& tile,
                                             int& steps, int& turn, Accumulator<kRowTiles, kColumns>& out,

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(Merge::kThreads) merge_dense_rows(const __grid
        index < sequences * shape.key_heads * shape.row_tiles * partials.rows;
        index += static_cast<int>(gridDim.x) * Merge::kWarps) {
     const int item = index / partials.rows, in_tile = index - item * partials.rows,
-              first = DenseSplit{}.units_in_first_share(s, shape, sequences, arguments.ctas, item);
+              first = DenseSplit::units_in_first_share(s, shape, sequences, arguments.ctas, item);
     if (first == s.weight) continue;  // one CTA had all
     const DenseRow row(shape, item, in_tile);
     if (row.row < rows) Merge::fold(problem, partials, row.place, item, in_tile, first, s.weight, static_cast<int>(blockIdx.y));

@@ -29,10 +29,16 @@ inline int largest_cluster() { return 8; }
 // One CTA, and what is its own while another one of its cluster runs.
 struct RunningCta {
   device_on_host::Cta cta;
-  std::vector<char> memory = std::vector<char>(device_on_host::kSharedBytes, char{-1});
+  std::vector<char> memory;
   std::map<int, PendingCopies> copies;
   bool ended = false;
 
+  explicit RunningCta(int threads) : cta(threads) {}
+  void start(Index3 index, const std::function<void(int)>& thread) {
+    memory.assign(device_on_host::kSharedBytes, char{-1});
+    copies.clear();
+    cta.start(index, thread);
+  }
   void resume() {
     std::memcpy(device_on_host::shared_memory, memory.data(), memory.size());
     pending_copies.swap(copies);
@@ -51,14 +57,13 @@ void launch_on_host(Kernel kernel, const Arguments& arguments, dim3 grid, int th
   gridDim = {grid.x, grid.y, grid.z};
   blockDim.x = static_cast<unsigned>(threads);
   pending_copies.clear();  // an error may have left some
+  std::vector<std::unique_ptr<RunningCta>> ctas;  // of a cluster, and then of the next one
+  for (int rank = 0; rank < cluster; ++rank) ctas.push_back(std::make_unique<RunningCta>(threads));
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y)
       for (unsigned first = 0; first < grid.x; first += static_cast<unsigned>(cluster)) {
-        std::vector<std::unique_ptr<RunningCta>> ctas;
-        for (int rank = 0; rank < cluster; ++rank) {
-          ctas.push_back(std::make_unique<RunningCta>(device_on_host::Cta(threads)));
-          ctas.back()->cta.start({first + static_cast<unsigned>(rank), y, z}, [&](int) { kernel(arguments); });
-        }
+        for (unsigned rank = 0; rank < ctas.size(); ++rank)
+          ctas[rank]->start({first + rank, y, z}, [&](int) { kernel(arguments); });
         for (bool ended = false; !ended;) {
           for (const auto& one : ctas) one->resume();
           ended = ctas[0]->ended;
