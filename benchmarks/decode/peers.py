@@ -43,8 +43,8 @@ class Call:
 
 
 def ours(problem: Problem, lengths: bool | None = None) -> Call:
-    """Under strict(), so that calls forwarded to torch are never timed as ours. `lengths`: whether the device has them; None:
-    but for full contiguous caches, of which torch's function knows as much."""
+    """Under strict(), so that calls forwarded to torch are never timed as ours. `lengths`: whether the call gets them, as a
+    tensor on the device. By default it does, except over full contiguous caches: torch's function gets none there either."""
     if "prefix" in problem.options:
         return ours_cascade(problem)
     if problem.cell.family == "drop-in":
@@ -248,12 +248,12 @@ PROVIDERS: dict[str, Callable[[Problem], Call]] = {
     EFFICIENT: sdpa(SDPBackend.EFFICIENT_ATTENTION),
     FLASHINFER: flashinfer,
 }
-_CONTIGUOUS = (OURS, FA3, FA3_FULL, CUDNN, FLASH)
+_CONTIGUOUS = (FA3, FA3_FULL, CUDNN, FLASH)  # peers
 IN_FAMILY = {
-    "plain": (OURS, WITH_LENGTHS, *_CONTIGUOUS[1:]),
+    "plain": (OURS, WITH_LENGTHS, *_CONTIGUOUS),
     "drop-in": (OURS, CUDNN, FLASH, EFFICIENT),
     "paged": (OURS, FA3, FLASHINFER),
-    "options": (*_CONTIGUOUS, FLASHINFER),
+    "options": (OURS, *_CONTIGUOUS, FLASHINFER),
     "float8": (OURS, WIDE, FA3, FA3_FULL),
     "MLA": (OURS, FA3),
     "prefill": (OURS, FA3, FLASHINFER),

@@ -23,13 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._ops import InvalidArgument
-from ._group import Group, process_group
+from ._group import Group, all_gather_on_host, process_group
 
 SIZE = 1024  # bytes of a message, the same for every call: two ranks that differ still take part in one gather
 HEADER = struct.Struct("=16s3q")  # digest, two numbers, bytes of the description
-# The group's own method: a frame of torch.distributed's function would hold the group in the traceback of an error. torch 2.13
-# renamed it.
-_all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
 
 
 def checked_on_all_ranks(group: Group, call: Callable[[], tuple[dict[str, Any], Any]]) -> Any:
@@ -105,7 +102,7 @@ class _Agreement:
             except Exception as error:
                 failure, description, numbers = error, {"error": f"{type(error).__name__}: {error}"}, (0, 0)
             self.calls += 1
-            self.pending = _all_gather(process_group(self.host), self.received, _message(tuple(description.items()), *numbers))
+            self.pending = all_gather_on_host(self.host, self.received, _message(tuple(description.items()), *numbers))
             every = [] if late else self.settle(failure)
             if failure is not None:
                 raise failure

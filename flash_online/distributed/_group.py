@@ -93,3 +93,26 @@ def start_exchange(messages: Tensor, sent: list[int], received: list[int], group
     """Sends a contiguous vector with `sent[rank]` elements for each rank. Returns the `received[rank]` elements of each, after
     `wait`."""
     return _c10d.all_to_all_single.default(messages, received, sent, group.name)
+
+
+# Methods of a ProcessGroup, for eager mode. A frame of torch.distributed's functions would hold the group in the traceback of
+# an error. torch 2.13 renamed the methods.
+
+_all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_all_to_all = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
+_ON_CURRENT_STREAM = dist.AllToAllOptions()
+_ON_CURRENT_STREAM.asyncOp = False  # over NCCL: nothing else is computed meanwhile
+
+
+def all_gather_on_host(name: str, received: Tensor, own: Tensor) -> dist.Work:
+    """Starts gathering the CPU tensors of all ranks of the group of this name into `received`."""
+    return _all_gather(process_group(name), received, own)
+
+
+def all_to_all(messages: Tensor, splits: list[int], group: Group) -> Tensor:
+    """Sends `splits[rank]` elements to each rank, and returns as many of each."""
+    received = torch.empty_like(messages)
+    work = _all_to_all(process_group(group), received, messages, splits, splits, _ON_CURRENT_STREAM)
+    if work is not None:  # NCCL has nothing to wait for on the current stream
+        work.wait()
+    return received

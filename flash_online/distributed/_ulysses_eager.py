@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
@@ -23,7 +22,7 @@ from .._attention_arguments import AttentionOptions
 from .._autograd import plain_apply, requires_grad, unwrap_if_dead
 from .._ops import below_autograd, ops, surfaced
 from ._agreement import settle
-from ._group import Group, is_traced, process_group
+from ._group import Group, all_to_all, is_traced
 from ._ulysses import (
     PLAIN,
     WIDE,
@@ -250,22 +249,6 @@ def _exchanged(call: EagerCall, to: str, tensors: Sequence[Tensor], likes: Seque
         own = [t if part.unit is part.dtype else t.view(part.unit) for t, part in zip(tensors, route.parts, strict=True)]
         received = all_to_all(_packed(route, own), route.splits, group)
         return [_unpacked(part, tensor, received) for part, tensor in zip(route.parts, own, strict=True)]
-
-
-def all_to_all(messages: Tensor, splits: list[int], group: Group) -> Tensor:
-    """Sends `splits[rank]` elements to each rank, and returns as many of each."""
-    received = torch.empty_like(messages)
-    work = _all_to_all(process_group(group), received, messages, splits, splits, _ON_CURRENT_STREAM)
-    if work is not None:  # NCCL has nothing to wait for on the current stream
-        work.wait()
-    return received
-
-
-# The group's own method: a frame of torch.distributed's function would hold the group in the traceback of an error. torch 2.13
-# renamed it.
-_all_to_all = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
-_ON_CURRENT_STREAM = dist.AllToAllOptions()
-_ON_CURRENT_STREAM.asyncOp = False  # over NCCL: nothing else is computed meanwhile
 
 
 def _packed(route: _Route, own: list[Tensor]) -> Tensor:

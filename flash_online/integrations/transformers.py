@@ -180,7 +180,7 @@ def _attend_plainly(
     if causal and not (queries == visible.queries == keys):
         return None
     if padding is None:
-        if keys < _MANY_KEYS and _is_step(query, key, _NO_DROPOUT):
+        if keys < _MANY_KEYS and _is_step(query, key):
             return None
         out = try_fast_path(query, key, value, causal, scale, True)
     else:
@@ -291,7 +291,8 @@ def _attend_rule(
             mask, options = bias, options | {"scale": scale}
         else:
             mask = bias if mask is None else _with_bias(mask, bias)
-    if mask is None and _is_step(query, key, options) and (visible.lower_right or queries == keys or not (causal or window)):
+    aligned = visible.lower_right or queries == keys or not (causal or window)
+    if mask is None and aligned and not options["dropout_p"] and _is_step(query, key):
         kept = {name: options[name] for name in ("softcap", "sinks", "scale")}
         out = kvcache_attention(query, key, value, None, causal=causal, window=window, **kept)
         return out.transpose(1, 2).contiguous()
@@ -302,12 +303,11 @@ def _attend_rule(
 
 _FEW_ROWS = 16  # per key head
 _MANY_KEYS = 256  # from here on `attention` itself runs in that kernel
-_NO_DROPOUT = {"dropout_p": 0.0}
 
 
-def _is_step(query: Tensor, key: Tensor, options: dict[str, Any]) -> bool:
+def _is_step(query: Tensor, key: Tensor) -> bool:
     """Whether the CPU's kernel for few rows is faster: it reads keys in place, the general kernel copies them."""
-    if query.device.type != "cpu" or torch.is_grad_enabled() or options["dropout_p"]:
+    if query.device.type != "cpu" or torch.is_grad_enabled():
         return False
     heads, key_heads = query.shape[1], key.shape[1]
     return key_heads > 0 and query.shape[2] * heads <= _FEW_ROWS * key_heads
