@@ -141,11 +141,13 @@ Plan<Pass> plan(const Family<Pass> (&families)[kCount], const Pass& pass) {
   throw std::runtime_error("attention on CUDA: no kernel takes this call (" + reasons + ")");
 }
 
-// The number of kv_splits of few rows over `keys` dense keys. It depends on nothing else, so that a row's bits depend neither
-// on the batch nor on other heads: many, so that one sequence fills the GPU, but of enough keys that their ends cost little.
-int64_t few_rows_kv_splits(int64_t keys) {
-  constexpr int64_t kFewKeys = 128, kKeys = 256, kLeast = 4, kFew = 8, kMost = 32;
-  return std::clamp(std::max(std::min(keys / kFewKeys, kFew), keys / kKeys), kLeast, kMost);
+// The number of kv_splits of few rows over dense keys. It depends on the keys and the head dim alone, so that a row's bits
+// depend neither on the batch nor on other heads: many, so that one sequence fills the GPU, but of enough keys that their ends
+// cost little (docs/lab/decode_dense.md). The fewest keys are two tiles for each of a CTA's four warps.
+int64_t few_rows_kv_splits(const AttentionProblem& problem) {
+  constexpr int64_t kLeast = 4, kFew = 8, kMany = 16, kMost = 32;
+  const int64_t keys = problem.keys, few_keys = std::max(problem.head_dim, problem.head_dim_v) <= 64 ? 256 : 128;
+  return std::clamp(std::max({std::min(keys / few_keys, kFew), std::min(keys / 256, kMany), keys / 512}), kLeast, kMost);
 }
 
 // Whether the decode family goes before those of kForward. It may only depend on what a row's bits may depend on, so that these
@@ -154,13 +156,13 @@ int64_t few_rows_kv_splits(int64_t keys) {
 bool prefers_few_rows(const AttentionProblem& problem) {
   if (!has_few_rows(problem)) return false;
   const int64_t rows = problem.heads / problem.key_heads * problem.queries;
-  if (std::max(problem.head_dim, problem.head_dim_v) > 128) return rows <= 8 && problem.keys >= 4096;
-  return rows <= 16 && problem.keys >= (rows <= 8 ? 1024 : 2048);
+  if (rows <= 8) return problem.keys >= 1024;
+  return rows <= 16 && problem.keys >= 2048 && std::max(problem.head_dim, problem.head_dim_v) <= 128;
 }
 
 // What then takes a forward pass, and the pass in its form.
 constexpr Family<ForwardPass> kFewRowsFamilies[] = {kCached[0]};
-ForwardPass few_rows_pass(const AttentionProblem& problem) { return {as_cached(problem, few_rows_kv_splits(problem.keys))}; }
+ForwardPass few_rows_pass(const AttentionProblem& problem) { return {as_cached(problem, few_rows_kv_splits(problem))}; }
 
 // Packs the query heads of a key head into rows of one head: few queries of many heads would leave most rows of a tile empty.
 // The heads of a group must see the same keys by the same rule and lie one step apart in memory; otherwise the problem is

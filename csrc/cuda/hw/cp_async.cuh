@@ -47,5 +47,12 @@ template <int kPending = 0>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+// The same if `active`, without a branch.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait_if(bool active) {
+  asm volatile("{.reg .pred active; setp.ne.u32 active, %0, 0; @active cp.async.wait_group %1;}" ::"r"(unsigned{active}),
+               "n"(kPending)
+               : "memory");
+}
 
 }  // namespace flash_online::cuda

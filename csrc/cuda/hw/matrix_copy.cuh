@@ -22,6 +22,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&words)[4], unsigned
                : "memory");
 }
 
+// Transposes a matrix of 8 x 8 elements in the registers of a warp.
+__device__ __forceinline__ unsigned movmatrix_trans(unsigned word) {
+  unsigned result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
+  return result;
+}
+
 // Compute capability 9.0 or newer.
 __device__ __forceinline__ void stmatrix_x4(const unsigned (&words)[4], unsigned shared_address) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address), "r"(words[0]),

@@ -23,12 +23,15 @@ int attention_few_rows(const AttentionProblem* given, int64_t kv_splits) {
   return guarded([&] {
     AttentionProblem problem = as_cached(*given, kv_splits);
     problem.cache.is_dense = kv_splits > 0;
-    const DecodeSetup<HEAD_DIM, false, 1> setup(problem, shared_bytes_per_cta());
-    if (setup.calls != DecodeCalls::kDense) throw std::runtime_error("another instance takes the call");
-    std::vector<char> workspace(static_cast<size_t>(setup.workspace_bytes(problem)) + 1, char{-1});
-    problem.dtype == DType::kFloat16 ? launch_decode<__half>(setup, problem, workspace.data(), nullptr)
-                                     : launch_decode<__nv_bfloat16>(setup, problem, workspace.data(), nullptr);
-    return setup.split.cluster;
+    const auto run = [&](const auto& setup) {
+      if (setup.calls != DecodeCalls::kDense) throw std::runtime_error("another instance takes the call");
+      std::vector<char> workspace(static_cast<size_t>(setup.workspace_bytes(problem)) + 1, char{-1});
+      problem.dtype == DType::kFloat16 ? launch_decode<__half>(setup, problem, workspace.data(), nullptr)
+                                       : launch_decode<__nv_bfloat16>(setup, problem, workspace.data(), nullptr);
+      return setup.split.cluster;
+    };
+    return decode_rows_of(problem) <= 8 ? run(DecodeSetup<HEAD_DIM, false, 8>(problem, shared_bytes_per_cta()))
+                                        : run(DecodeSetup<HEAD_DIM, false, 16>(problem, shared_bytes_per_cta()));
   });
 }
 }

@@ -145,8 +145,8 @@ __device__ __forceinline__ void mask_scores(Accumulator<kRows, kColumns>& d, int
         return;
       }
     }
-    if constexpr (kTransposed) {
-      if constexpr (sizeof(T) == 2 && kColumns % 2 == 0) {
+    if constexpr (kTransposed && kColumns % 2 == 0) {
+      if constexpr (sizeof(T) == 2) {
         if (mask.has_vectors()) {
 #pragma unroll
           for (int i = 0; i < kRows; ++i)

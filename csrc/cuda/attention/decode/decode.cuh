@@ -14,13 +14,15 @@ constexpr int64_t decode_rows_of(const AttentionProblem& problem) {
   return problem.heads / problem.key_heads * problem.queries;
 }
 
-// Calls f(Type<Element>, bool_constant<is float8>, integral_constant<tiles of 16 rows>) for a problem's kernel.
+// Calls f(Type<Element>, bool_constant<is float8>, integral_constant<most rows>) for a problem's kernel.
 template <int kHeadDim, class F>
 void visit_decode(const AttentionProblem& problem, F&& f) {
   const auto with_rows = [&](auto element, auto float8) {
+    const int64_t rows = decode_rows_of(problem);
+    if (rows <= 8) return f(element, float8, std::integral_constant<int, 8>{});
     if constexpr (kHeadDim <= 128)
-      if (decode_rows_of(problem) > 16) return f(element, float8, std::integral_constant<int, 2>{});
-    return f(element, float8, std::integral_constant<int, 1>{});
+      if (rows > 16) return f(element, float8, std::integral_constant<int, 32>{});
+    return f(element, float8, std::integral_constant<int, 16>{});
   };
   const auto with_cache = [&](auto element) {
     return is_float8(problem.cache.dtype) ? with_rows(element, std::true_type{}) : with_rows(element, std::false_type{});
@@ -68,10 +70,9 @@ inline DecodeCalls decode_calls(const AttentionProblem& p) {
 }
 
 // A kernel's instance and layout, and what follows from them.
-template <int kHeadDim, bool kFloat8, int kRowTiles>
+template <int kHeadDim, bool kFloat8, int kRows>
 struct DecodeSetup {
-  static constexpr int kStageBytes = decode_stage_bytes(kHeadDim, kFloat8),
-                       kQueryBytes = decode_query_bytes(kHeadDim, 16 * kRowTiles),
+  static constexpr int kStageBytes = decode_stage_bytes(kHeadDim, kFloat8), kQueryBytes = decode_query_bytes(kHeadDim, kRows),
                        kTileKeys = decode_tile_keys(kHeadDim, kFloat8);
   DecodeCalls calls;
   DecodeLayout layout;
@@ -85,9 +86,9 @@ struct DecodeSetup {
         layout(decode_layout(has_few_items(problem), kStageBytes, kQueryBytes, most_shared_bytes)) {
     if (layout.warps == 0) return;
     const bool may_be_dense = calls == DecodeCalls::kDense || (calls == DecodeCalls::kPlain && has_known_keys(problem.cache));
-    if (!kFloat8 && kRowTiles == 1 && may_be_dense && set_dense(problem, most_shared_bytes)) return;
+    if (!kFloat8 && kRows <= 16 && may_be_dense && set_dense(problem, most_shared_bytes)) return;
     if (calls == DecodeCalls::kDense) calls = DecodeCalls::kAll;
-    shape = decode_shape(problem, 16 * kRowTiles, kTileKeys, layout.warps);
+    shape = decode_shape(problem, kRows, kTileKeys, layout.warps);
   }
   // Sets up a dense call; one over a cache only if its items are then split better. Otherwise changes nothing.
   bool set_dense(const AttentionProblem& problem, int most_shared_bytes) {
@@ -103,9 +104,11 @@ struct DecodeSetup {
   bool set_units(const AttentionProblem& problem, int most_shared_bytes) {
     if (!set_busy_split(problem, 2, most_shared_bytes)) {
       split = {};
-      if (!set_layout(problem, 4, 1, 2, most_shared_bytes)) {
+      // Where no SM has two units, its only CTA takes all of the room.
+      const bool is_small = problem.batch * problem.key_heads * problem.cache.kv_splits <= sm_count();
+      if (is_small || !set_layout(problem, 4, 1, 2, most_shared_bytes)) {
         if (!set_layout(problem, 4, 1, 1, most_shared_bytes)) return false;
-        set_whole_items(problem);
+        if (!is_small) set_whole_items(problem);
       }
     }
     shape.unit_steps =
@@ -136,8 +139,8 @@ struct DecodeSetup {
     split = {2, 1};
     return true;
   }
-  // Whether `ctas` equal CTAs leave at most 3 % of the time of those that the GPU holds at once unused.
-  bool keeps_busy(int64_t ctas) const { return ctas > 0 && ctas * 100 >= round_up(ctas, most_ctas()) * 97; }
+  // Whether `ctas` equal CTAs leave at most one in 33 of those that the GPU holds at once unused, as 128 on 132 SMs do.
+  bool keeps_busy(int64_t ctas) const { return ctas > 0 && ctas * 33 >= round_up(ctas, most_ctas()) * 32; }
   // The layout, with one or two buffers, whatever there is room for, and what follows from it.
   bool set_layout(const AttentionProblem& problem, int warps_of_team, int teams, int ctas_per_sm, int most_shared_bytes) {
     const int rows = static_cast<int>(round_up(std::min<int64_t>(decode_rows_of(problem), 16), 8)),
@@ -149,7 +152,7 @@ struct DecodeSetup {
       layout = decode_layout_of(warps, ctas_per_sm, kStageBytes, bytes_of_warp, most_shared_bytes);
     }
     if (layout.warps == 0) return false;
-    shape = decode_shape(problem, 16 * kRowTiles, kTileKeys, warps_of_team);
+    shape = decode_shape(problem, kRows, kTileKeys, warps_of_team);
     shape.teams = teams;
     return true;
   }
@@ -247,14 +250,14 @@ const char* AttentionDecode<kHeadDim>::refusal(const ForwardPass& pass, const Gp
   const AttentionProblem& p = pass.problem;
   const char* reason = decode_refusal(p);
   if (reason) return reason;
-  visit_decode<kHeadDim>(
-      p, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>, std::integral_constant<int, kRowTiles>) {
-        const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(p, gpu.shared_bytes);
-        if (setup.layout.warps == 0)
-          reason = "the GPU has too little shared memory for this head dim";
-        else if (setup.shape.most_units(p) >= int64_t{1} << 30)
-          reason = "the caches of all sequences have room for too many keys";
-      });
+  visit_decode<kHeadDim>(p,
+                         [&]<bool kFloat8, int kRows>(auto, std::bool_constant<kFloat8>, std::integral_constant<int, kRows>) {
+                           const DecodeSetup<kHeadDim, kFloat8, kRows> setup(p, gpu.shared_bytes);
+                           if (setup.layout.warps == 0)
+                             reason = "the GPU has too little shared memory for this head dim";
+                           else if (setup.shape.most_units(p) >= int64_t{1} << 30)
+                             reason = "the caches of all sequences have room for too many keys";
+                         });
   return reason;
 }
 
@@ -263,24 +266,24 @@ int64_t AttentionDecode<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
   const AttentionProblem& problem = pass.problem;
   int64_t bytes = 0;
   visit_decode<kHeadDim>(
-      problem, [&]<bool kFloat8, int kRowTiles>(auto, std::bool_constant<kFloat8>, std::integral_constant<int, kRowTiles>) {
-        bytes = DecodeSetup<kHeadDim, kFloat8, kRowTiles>(problem, shared_bytes_per_cta()).workspace_bytes(problem);
+      problem, [&]<bool kFloat8, int kRows>(auto, std::bool_constant<kFloat8>, std::integral_constant<int, kRows>) {
+        bytes = DecodeSetup<kHeadDim, kFloat8, kRows>(problem, shared_bytes_per_cta()).workspace_bytes(problem);
       });
   return bytes;
 }
 
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
-void launch_decode(const DecodeSetup<kHeadDim, kFloat8, kRowTiles>& setup, const AttentionProblem& problem, void* workspace,
+template <class Element, int kHeadDim, bool kFloat8, int kRows>
+void launch_decode(const DecodeSetup<kHeadDim, kFloat8, kRows>& setup, const AttentionProblem& problem, void* workspace,
                    CUstream_st* stream) {
   DecodeArguments arguments =
       decode_arguments(problem, setup.shape, decode_pool(problem, problem.key, problem.head_dim),
                        decode_pool(problem, problem.value, problem.head_dim_v), setup.layout.stages, workspace);
   const int ctas = setup.ctas(problem);
   const auto run_as = [&]<DecodeCalls kCalls>(std::integral_constant<DecodeCalls, kCalls>) {
-    launch<attention_decode<Element, kHeadDim, kFloat8, kRowTiles, kCalls>>(
+    launch<attention_decode<Element, kHeadDim, kFloat8, kRows, kCalls>>(
         arguments, ctas, setup.layout.warps * kWarpSize, setup.shared_bytes(), stream, true, std::max(setup.split.cluster, 1));
   };
-  if constexpr (!kFloat8 && kRowTiles == 1)
+  if constexpr (!kFloat8 && kRows <= 16)
     if (setup.calls == DecodeCalls::kDense) {
       arguments.dense = setup.dense;
       arguments.dense_split = setup.split;
@@ -298,9 +301,9 @@ void launch_decode(const DecodeSetup<kHeadDim, kFloat8, kRowTiles>& setup, const
 template <int kHeadDim>
 void AttentionDecode<kHeadDim>::run(const ForwardPass& pass, void* workspace, CUstream_st* stream) {
   const AttentionProblem& problem = pass.problem;
-  visit_decode<kHeadDim>(problem, [&]<class Element, bool kFloat8, int kRowTiles>(Type<Element>, std::bool_constant<kFloat8>,
-                                                                                  std::integral_constant<int, kRowTiles>) {
-    const DecodeSetup<kHeadDim, kFloat8, kRowTiles> setup(problem, shared_bytes_per_cta());
+  visit_decode<kHeadDim>(problem, [&]<class Element, bool kFloat8, int kRows>(Type<Element>, std::bool_constant<kFloat8>,
+                                                                              std::integral_constant<int, kRows>) {
+    const DecodeSetup<kHeadDim, kFloat8, kRows> setup(problem, shared_bytes_per_cta());
     launch_decode<Element>(setup, problem, workspace, stream);
   });
 }

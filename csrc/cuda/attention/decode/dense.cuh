@@ -191,9 +191,11 @@ __device__ __forceinline__ void fold_in_cluster(const AttentionProblem& problem,
 }
 
 // The results of a CTA's warps. Each warp folds some of their rows.
-template <class Element, int kHeadDim>
+template <class Element, class Part>
 class DenseFolder {
  public:
+  static constexpr int kHeadDim = Part::kHeadDim;
+  using Rows = Part::Rows;
   static constexpr int kVectors = (kHeadDim + 127) / 128;  // of four columns, of a lane
 
   __device__ __forceinline__ DenseFolder(const AttentionProblem& problem, const DensePartials& partials,
@@ -208,10 +210,8 @@ class DenseFolder {
 
   // Ends the unit if the warp has processed all of its steps. At the end of a part it also ends the turns in which the warp
   // has no tile. Then moves `tile` on to the team's next unit.
-  template <int kRowTiles, int kColumns>
-  __device__ __forceinline__ void end_units(const DecodeWalk& walk, int end, const DecodeRows<kRowTiles>& rows, int& tile,
-                                            int& steps, int& turn, Accumulator<kRowTiles, kColumns>& out,
-                                            ScoreState (&states)[kRowTiles][2]) {
+  __device__ __forceinline__ void end_units(const DecodeWalk& walk, int end, const Rows& rows, int& tile, int& steps, int& turn,
+                                            Part::Outputs& out, Part::States& states) {
 #pragma unroll 1
     for (; steps == shape_.unit_steps || (tile >= end && turn * teams_ < walk.units); steps = 0) {
       if (steps == shape_.unit_steps) tile += tiles_of_other_teams(shape_);
@@ -221,27 +221,16 @@ class DenseFolder {
 
  private:
   // Takes what the warp has of its team's unit of a turn of the teams, and clears it. All warps call it.
-  template <int kRowTiles, int kColumns>
-  __device__ __forceinline__ void add(const DecodeWalk& walk, int turn, const DecodeRows<kRowTiles>& rows,
-                                      Accumulator<kRowTiles, kColumns>& out, ScoreState (&states)[kRowTiles][2]) {
+  __device__ __forceinline__ void add(const DecodeWalk& walk, int turn, const Rows& rows, Part::Outputs& out,
+                                      Part::States& states) {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
     char* const first = results(is_second_ ? teams_ * warps_ : 0);
     char* const to = first + warp * layout_.warp_bytes<kHeadDim>();
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        ScoreState& own = states[i][half];
-        own.sum += __shfl_xor_sync(~0u, own.sum, 1);
-        own.sum += __shfl_xor_sync(~0u, own.sum, 2);
-        const int row = 16 * i + 8 * half + quad();
-        if (row >= rows.count) continue;
-        if (lane_in_quad() == 0) states_of(to)[row] = {own.max, own.sum};
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j)
-          *reinterpret_cast<float2*>(outputs_of(to) + place_of(row, 8 * j + 2 * lane_in_quad())) = {out[i][j][2 * half],
-                                                                                                    out[i][j][2 * half + 1]};
-      }
+    for (int p = 0; p < Part::kGroups; ++p) {
+      Part::store_states(states_of(to) + 8 * p, states, p, rows.count - 8 * p);
+      Part::store(outputs_of(to) + 8 * p * kHeadDim, out, p, rows.count - 8 * p);
+    }
     clear(out);
     for_each_state(states, [](ScoreState& state) { state = {}; });
     __syncthreads();
@@ -263,12 +252,7 @@ class DenseFolder {
   __device__ __forceinline__ float2* states_of(char* results) const {
     return reinterpret_cast<float2*>(results + layout_.rows * kHeadDim * 4);
   }
-  // Groups of eight columns change places, so that four rows lie in different banks.
-  __device__ __forceinline__ static int place_of(int row, int column) { return row * kHeadDim + (column ^ (row % 4 * 8)); }
-
-  template <int kRowTiles>
-  __device__ __forceinline__ void fold_row(const DecodeWalk& walk, int unit, const DecodeRows<kRowTiles>& rows, char* first,
-                                           int r) {
+  __device__ __forceinline__ void fold_row(const DecodeWalk& walk, int unit, const Rows& rows, char* first, int r) {
     const bool folds = walk.begins_item, ends = unit + 1 == walk.units, is_final = folds && ends && walk.ends_item;
     ScoreState state;
     float4 sum[kVectors];
@@ -289,7 +273,7 @@ class DenseFolder {
       __syncwarp();  // all lanes have read the state before
       states_of(total())[r] = {state.max, state.sum};
       for_each_vector(
-          [&](int n, int column) { *reinterpret_cast<float4*>(outputs_of(total()) + place_of(r, column)) = sum[n]; });
+          [&](int n, int column) { *reinterpret_cast<float4*>(outputs_of(total()) + Part::place_of(r, column)) = sum[n]; });
       __syncwarp();
     } else if (is_final) {
       const CachedRow row = rows.place(r);
@@ -326,7 +310,7 @@ class DenseFolder {
     else
       factors = fold_state(state, {one.x, one.y});
     for_each_vector([&](int n, int column) {
-      const float4 x = *reinterpret_cast<const float4*>(outputs_of(from) + place_of(row, column));
+      const float4 x = *reinterpret_cast<const float4*>(outputs_of(from) + Part::place_of(row, column));
       sum[n] = begins ? x : folded(sum[n], x, factors);
     });
   }

@@ -9,6 +9,7 @@
 #include "../../hw/compiler.cuh"
 #include "../../hw/pdl.cuh"
 #include "dense.cuh"
+#include "eight_rows.cuh"
 #include "load.cuh"
 #include "partials.cuh"
 #include "rows.cuh"
@@ -108,13 +109,14 @@ struct DecodePartialRow {
   }
 };
 
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+// kRows: the most rows of an item.
+template <class Element, int kHeadDim, bool kFloat8, int kRows>
 class DecodeKernel {
  public:
-  static constexpr int kRows = 16 * kRowTiles, kKeys = decode_tile_keys(kHeadDim, kFloat8);
+  static constexpr int kRowTiles = (kRows + 15) / 16, kKeys = decode_tile_keys(kHeadDim, kFloat8);
   static constexpr int kBoxes = decode_boxes(kHeadDim, kFloat8);
-  template <bool kTeams>
-  using LoadsOf = DecodeLoads<kBoxes, kKeys, kTeams>;
+  template <bool kDense>
+  using LoadsOf = DecodeLoads<kBoxes, kKeys, kDense>;
   using Loads = LoadsOf<false>;
   static constexpr int kBoxBytes = Loads::kBoxBytes, kStageBytes = Loads::kStageBytes,
                        kQueryBytes = decode_query_bytes(kHeadDim, kRows);
@@ -130,29 +132,24 @@ class DecodeKernel {
   // float8 keys and values are widened to halves, which hold them exactly; so queries and weights are halves too.
   using CacheElement = std::conditional_t<kFloat8, __half, Element>;
   static constexpr bool kConvertsQueries = kFloat8 && !std::is_same_v<Element, __half>;
-  using Scores = Accumulator<kRowTiles, kKeys / 8>;
-  using Outputs = Accumulator<kRowTiles, kHeadDim / 8>;
-  using RowStates = ScoreState[kRowTiles][2];
-  using PartRows = DecodeRows<kRowTiles>;
+  // How a warp holds a part.
+  using Part = std::conditional_t<kRows == 8, DecodeEightRows<Element, kHeadDim, kFloat8>,
+                                  DecodeRowTiles<Element, kHeadDim, kFloat8, kRowTiles>>;
+  using Scores = Part::Scores;
+  using Outputs = Part::Outputs;
+  using RowStates = Part::States;
+  using PartRows = Part::Rows;
   static constexpr int kSteps = kHeadDim / 16;
   static constexpr bool kSharesQueries = decode_shares_queries(kHeadDim, kRows);
+  static_assert(!(kSharesQueries && Part::kTransposed));
   using QueryTile = SharedTile<Element, kHeadDim>;
-  // A part's queries: a tile in shared memory, or the fragments of a warp in its registers.
-  struct QueryFragments {
-    Left fragments[kSteps][kRowTiles];
-  };
-  using Queries = std::conditional_t<kSharesQueries, QueryTile, QueryFragments>;
-
-  // The lane's first column in accumulators [i][j][..] of the outputs; the next is kColumnStep further.
-  __device__ __forceinline__ static int column_of(int j) {
-    return kFloat8 ? j / 2 * 16 + 4 * lane_in_quad() + j % 2 : 8 * j + 2 * lane_in_quad();
-  }
-  static constexpr int kColumnStep = kFloat8 ? 2 : 1;
+  // A part's queries: a tile in shared memory, or the operands of a warp in its registers.
+  using Queries = std::conditional_t<kSharesQueries, QueryTile, typename Part::Queries>;
 
   __device__ __forceinline__ static void load_queries(const DecodeArguments& arguments, const PartRows& rows, Queries& queries);
   __device__ __forceinline__ static float convert_queries(Queries& queries);
   template <class Factor>
-  __device__ __forceinline__ static void multiply_keys(Scores& scores, const Queries& queries, const char* keys,
+  __device__ __forceinline__ static void multiply_keys(Scores& scores, const Queries& queries, unsigned keys,
                                                        __nv_fp8_interpretation_t kind);
   __device__ __forceinline__ static void finish_part(const DecodeArguments& arguments, const DecodeWalk& walk,
                                                      const PartRows& rows, char* shared, char* free_stage, Outputs& out,
@@ -164,9 +161,10 @@ class DecodeKernel {
 
 // ---- queries
 
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
-__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::load_queries(
-    const DecodeArguments& arguments, const PartRows& rows, Queries& queries) {
+template <class Element, int kHeadDim, bool kFloat8, int kRows>
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRows>::load_queries(const DecodeArguments& arguments,
+                                                                                              const PartRows& rows,
+                                                                                              Queries& queries) {
   if constexpr (kSharesQueries) {
     const ConstView4& view = arguments.problem.query;
     const int head_dim = static_cast<int>(arguments.problem.head_dim);
@@ -190,13 +188,13 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
     }
     __syncwarp();
   } else {
-    load_query_fragments<Element, kFloat8>(queries.fragments, arguments.problem, rows, [](int step) { return 16 * step; });
+    queries.load(arguments.problem, rows);
   }
 }
 
 // Converts bfloat16 queries to halves for float8 keys: see bfloat16_to_halves.
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
-__device__ __forceinline__ float DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::convert_queries(Queries& queries) {
+template <class Element, int kHeadDim, bool kFloat8, int kRows>
+__device__ __forceinline__ float DecodeKernel<Element, kHeadDim, kFloat8, kRows>::convert_queries(Queries& queries) {
   if constexpr (kSharesQueries) {
     const float factor = bfloat16_to_halves([&](auto&& f) {
       constexpr int kPairs = kHeadDim / 2;
@@ -208,14 +206,7 @@ __device__ __forceinline__ float DecodeKernel<Element, kHeadDim, kFloat8, kRowTi
     __syncwarp();
     return factor;
   } else {
-    return bfloat16_to_halves([&](auto&& f) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-          for (int word = 0; word < 4; ++word) f(queries.fragments[step][i].words[0][word]);
-    });
+    return bfloat16_to_halves([&](auto&& f) { queries.for_each_word(f); });
   }
 }
 
@@ -224,10 +215,12 @@ __device__ __forceinline__ float DecodeKernel<Element, kHeadDim, kFloat8, kRowTi
 // S = Q K^T. Even and odd steps have separate sums: half as many products wait for each other, and the tensor cores, which cut
 // off the digits that a sum does not hold, lose less. 32 rows with float8 keys have one sum: they have products enough, and two
 // sums over 32 keys would not fit the registers. The operands are multiplied as elements of type Factor.
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+template <class Element, int kHeadDim, bool kFloat8, int kRows>
 template <class Factor>
-__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::multiply_keys(
-    Scores& scores, const Queries& queries, const char* keys, __nv_fp8_interpretation_t kind) {
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRows>::multiply_keys(Scores& scores,
+                                                                                               const Queries& queries,
+                                                                                               unsigned keys,
+                                                                                               __nv_fp8_interpretation_t kind) {
   constexpr bool kHasOdd = !kFloat8 || kRowTiles == 1;
   Scores odd;
   clear(scores);
@@ -235,7 +228,8 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   // Of sixteen bits ldmatrix loads sixteen keys and one step at a time. Of eight bits it loads as many bytes of a key, which
   // are one matrix instead of two, so 32 keys and one step, or sixteen and two.
   constexpr int kStepsAtOnce = kFloat8 && kKeys == 16 ? 2 : 1, kStepsPerBox = kFloat8 ? 8 : 4;
-  const unsigned base = shared_address(keys) + (kFloat8 && kKeys == 32 ? box_offset(lane(), 0) : matrix_offset(kFloat8));
+  constexpr bool kKeysFirst = kFloat8 || Part::kTransposed;  // matrices of more keys come before those of more columns
+  const unsigned base = keys + (kFloat8 && kKeys == 32 ? box_offset(lane(), 0) : matrix_offset(kKeysFirst));
   static_assert(kSteps % kStepsAtOnce == 0);
 #pragma unroll
   for (int first = 0; first < kSteps; first += kStepsAtOnce) {
@@ -258,25 +252,36 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
         unsigned x[4];
         ldmatrix_x4(x, at + j * 8 * 128);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) right[0][j + n / 2].words[0][n % 2] = x[n];
+        for (int n = 0; n < 4; ++n) {
+          const int key = kKeysFirst ? n % 2 : n / 2, column = kKeysFirst ? n / 2 : n % 2;
+          right[0][j + key].words[0][column] = x[n];
+        }
       }
     }
 #pragma unroll
     for (int n = 0; n < kStepsAtOnce; ++n) {
       const int step = first + n;
       Scores& sum = kHasOdd && step % 2 == 1 ? odd : scores;
-      Left left[kRowTiles];
+      if constexpr (Part::kTransposed) {
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i)
+        for (int i = 0; i < kKeys / 16; ++i) {
+          const unsigned (&low)[2] = right[n][2 * i].words[0], (&high)[2] = right[n][2 * i + 1].words[0];
+          const unsigned left[4] = {low[0], high[0], low[1], high[1]};
+          mma_16x8x16<Factor>(sum[i][0], left, queries.words[step][0], queries.words[step][1]);
+        }
+      } else {
+        Left left[kRowTiles];
         if constexpr (kSharesQueries)
-          F::left_rows(left[i], queries, 16 * i, 16 * step);
+#pragma unroll
+          for (int i = 0; i < kRowTiles; ++i) F::left_rows(left[i], queries, 16 * i, 16 * step);
         else
-          left[i] = queries.fragments[step][i];
+          queries.get(left, step);
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i)
+        for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j)
-          mma_16x8x16<Factor>(sum[i][j], left[i].words[0], right[n][j].words[0][0], right[n][j].words[0][1]);
+          for (int j = 0; j < kKeys / 8; ++j)
+            mma_16x8x16<Factor>(sum[i][j], left[i].words[0], right[n][j].words[0][0], right[n][j].words[0][1]);
+      }
     }
   }
   if constexpr (kHasOdd) for_each(scores, [&](float& x, int i, int j, int e) { x += odd[i][j][e]; });
@@ -286,8 +291,8 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
 
 // Stores a row of the result, by a warp: to the tensors, or to those with which it is merged. A lane has columns [4 * lane, 4 *
 // lane + 4) of each 128.
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
-__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::store_row(
+template <class Element, int kHeadDim, bool kFloat8, int kRows>
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRows>::store_row(
     const DecodeArguments& arguments, const DecodeWalk& walk, const PartRows& rows, int r, const ScoreState& state,
     const float4 (&sum)[(kHeadDim + 127) / 128]) {
   const AttentionProblem& problem = arguments.problem;
@@ -312,13 +317,14 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
 // Merges what the warps have, and stores it, eight rows at a time. Outputs go through the stage of each warp's ring that waits
 // for its copies; there the groups of eight columns of a row change places, so that four rows lie in different banks. `shared`:
 // the warps' states, and where these stages are.
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
-__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::finish_part(
-    const DecodeArguments& arguments, const DecodeWalk& walk, const PartRows& rows, char* shared, char* free_stage,
-    Outputs& out, RowStates& states) {
+template <class Element, int kHeadDim, bool kFloat8, int kRows>
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRows>::finish_part(const DecodeArguments& arguments,
+                                                                                             const DecodeWalk& walk,
+                                                                                             const PartRows& rows, char* shared,
+                                                                                             char* free_stage, Outputs& out,
+                                                                                             RowStates& states) {
   constexpr int kRowsAtOnce = 8, kVectors = (kHeadDim + 127) / 128;
   static_assert(kRowsAtOnce * kHeadDim * 4 <= kStageBytes);
-  const auto place_of = [](int row, int column) { return row * kHeadDim + (column ^ (row % 4 * 8)); };
   const int lane = cuda::lane(), warp = static_cast<int>(threadIdx.x) / kWarpSize, warps = arguments.shape.warps();
   const auto states_of = [&](int w) { return reinterpret_cast<float2*>(shared + w * kDecodeWarpBytes); };
   __syncwarp();  // all lanes have read the stage, which was that of the last tile
@@ -326,22 +332,10 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   for (int turn = 0; turn * kRowsAtOnce < rows.count; ++turn) {
     float* const to = reinterpret_cast<float*>(free_stage);
 #pragma unroll
-    for (int p = 0; p < 2 * kRowTiles; ++p) {  // registers have no run-time index
+    for (int p = 0; p < Part::kGroups; ++p) {  // registers have no run-time index
       if (p != turn) continue;
-      ScoreState& own = states[p / 2][p % 2];
-      own.sum += __shfl_xor_sync(~0u, own.sum, 1);
-      own.sum += __shfl_xor_sync(~0u, own.sum, 2);
-      if (lane_in_quad() == 0) states_of(warp)[quad()] = {own.max, own.sum};
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-        const float (&x)[4] = out[p / 2][j];
-        if constexpr (kColumnStep == 1) {
-          *reinterpret_cast<float2*>(to + place_of(quad(), column_of(j))) = {x[p % 2 * 2], x[p % 2 * 2 + 1]};
-        } else {
-          to[place_of(quad(), column_of(j))] = x[p % 2 * 2];
-          to[place_of(quad(), column_of(j) + kColumnStep)] = x[p % 2 * 2 + 1];
-        }
-      }
+      Part::store_states(states_of(warp), states, p, rows.count - p * kRowsAtOnce);
+      Part::store(to, out, p, rows.count - p * kRowsAtOnce);
     }
     if (lane == 0) *reinterpret_cast<int*>(states_of(warp) + kRowsAtOnce) = static_cast<int>(free_stage - shared);
     __syncthreads();
@@ -370,7 +364,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
         for (int n = 0; n < kVectors; ++n) {
           const int column = 128 * n + 4 * lane;
           if (kHeadDim % 128 != 0 && column >= kHeadDim) break;
-          const float4 x = *reinterpret_cast<const float4*>(from + place_of(r, column));
+          const float4 x = *reinterpret_cast<const float4*>(from + Part::place_of(r, column));
           sum[n] = {fmaf(share, x.x, sum[n].x), fmaf(share, x.y, sum[n].y), fmaf(share, x.z, sum[n].z),
                     fmaf(share, x.w, sum[n].w)};
         }
@@ -390,20 +384,19 @@ __device__ __forceinline__ DecodeShare share_of_cta(const DecodeArguments& argum
   return find_share(arguments.problem, arguments.kv_splits, arguments.shape, ctas, cta);
 }
 
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles>
+template <class Element, int kHeadDim, bool kFloat8, int kRows>
 template <bool kDense>
-__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>::run(const DecodeArguments& arguments,
-                                                                                         char* shared) {
+__device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRows>::run(const DecodeArguments& arguments,
+                                                                                     char* shared) {
   const AttentionProblem& problem = arguments.problem;
   const DecodeShape& shape = arguments.shape;
   const int warps = shape.warps(), stages = arguments.stages, warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int teams = kDense ? shape.teams : 1;
   const bool whole_items = arguments.whole_items;
   // Shared memory: the warps' rings, their queries, and what they exchange.
-  char *const queries_at = shared + teams * warps * stages * kStageBytes, *const exchanged_at =
-                                                                              queries_at + teams * warps * kQueryBytes;
-  LoadsOf<kDense> loads(problem, arguments.kv_splits, shape, arguments.keys, arguments.values, whole_items,
-                        shared + warp * stages * kStageBytes, stages);
+  char *const ring = shared + warp * stages * kStageBytes, *const queries_at = shared + teams * warps * stages * kStageBytes,
+              *const exchanged_at = queries_at + teams * warps * kQueryBytes;
+  LoadsOf<kDense> loads(problem, arguments.kv_splits, shape, arguments.keys, arguments.values, whole_items, ring, stages);
   grid_dependency_wait();
   launch_dependents();  // what follows may rely on all before this kernel having ended
   if (problem.query_starts) clear_rows_without_result<Element>(problem);
@@ -411,8 +404,8 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
   if (share.begin >= share.end && !(kDense && arguments.dense_split.cluster > 1)) return;
   const __nv_fp8_interpretation_t kind = problem.cache.dtype == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
   DecodeWalk walk(share);
-  std::conditional_t<kDense, DenseFolder<Element, kHeadDim>, NoFolder> folder(problem, arguments.dense_partials, shape,
-                                                                              arguments.dense, exchanged_at);
+  std::conditional_t<kDense, DenseFolder<Element, Part>, NoFolder> folder(problem, arguments.dense_partials, shape,
+                                                                          arguments.dense, exchanged_at);
   int starts = stages - 1;  // tiles that are started before the first one is waited for
 #pragma unroll 1
   for (bool is_first = true;; is_first = false) {
@@ -438,7 +431,7 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
     int steps = 0, turn = 0;  // dense: of the unit; of the teams
 #pragma unroll 1
     for (int tile = first_tile_of_warp<kDense>(shape, walk.tile);;) {
-      char* stage = nullptr;
+      unsigned stage = 0;
       if (starts == 0) {
         if (!has_queries && rows.count > 0) {
           load_queries(arguments, rows, queries);
@@ -474,28 +467,35 @@ __device__ __forceinline__ void DecodeKernel<Element, kHeadDim, kFloat8, kRowTil
       }
       if (score_mod.has_score_mod) [[unlikely]]
         apply_mod(problem, score_mod, scores, rows, key);
-      if (mask) mask.apply(scores, problem.mask_dtype, score_mod.lowest_score, key, states);
+      if (mask) Part::apply_mask(scores, mask, problem.mask_dtype, score_mod.lowest_score, key, states);
       if (key < whole_begin || key + kKeys > whole_end) [[unlikely]]
         hide(scores, shape, rows, key);
-      softmax_step(scores, out, states, scale);
-      const char* const values = stage + kBoxes * kBoxBytes;
+      Part::softmax(scores, out, states, scale);
+      const unsigned values = stage + kBoxes * kBoxBytes;
       if constexpr (kFloat8)
-        visit_float8(kind, [&](auto kind) { multiply_values<CacheElement, true, kBoxBytes>(out, scores, values, kind); });
+        visit_float8(kind,
+                     [&](auto kind) { Part::template multiply_values<CacheElement, kBoxBytes>(out, scores, values, kind); });
       else
-        multiply_values<CacheElement, false, kBoxBytes>(out, scores, values, kind);
+        Part::template multiply_values<CacheElement, kBoxBytes>(out, scores, values, kind);
     }
-    if constexpr (!kDense) finish_part(arguments, walk, rows, exchanged_at, loads.next_stage(), out, states);
+    if constexpr (!kDense) finish_part(arguments, walk, rows, exchanged_at, ring + loads.next_stage(), out, states);
   }
   if constexpr (kDense)
     if (arguments.dense_split.cluster > 1)
       fold_in_cluster<Element>(problem, arguments.dense_partials, shape, arguments.dense_split, share.s.weight);
 }
 
-// With 16 rows a thread leaves registers for the CTAs of merge_shares(), which so may start before these end. Those of
-// merge_dense() need more, and may not.
-template <class Element, int kHeadDim, bool kFloat8, int kRowTiles, DecodeCalls kCalls,
-          class Kernel = DecodeKernel<Element, kHeadDim, kFloat8, kRowTiles>>
-__global__ void __maxnreg__(kRowTiles == 1 && kHeadDim <= 128 && kCalls != DecodeCalls::kDense ? 224 : 255)
+// The most registers per thread. Those of few rows leave room for the CTAs of merge_shares() and merge_dense(), which so may
+// start before these end. The dense instance of 16 rows needs them all.
+constexpr int decode_registers(int head_dim, bool is_float8, int rows, DecodeCalls calls) {
+  if (head_dim > 128 || rows > 16) return 255;
+  if (rows == 8 && !is_float8) return calls == DecodeCalls::kDense ? 200 : 192;
+  return calls == DecodeCalls::kDense ? 255 : 224;
+}
+
+template <class Element, int kHeadDim, bool kFloat8, int kRows, DecodeCalls kCalls,
+          class Kernel = DecodeKernel<Element, kHeadDim, kFloat8, kRows>>
+__global__ void __maxnreg__(decode_registers(kHeadDim, kFloat8, kRows, kCalls))
     attention_decode(const __grid_constant__ DecodeArguments arguments) {
   extern __shared__ __align__(128) char shared[];
   touch_constants(arguments);

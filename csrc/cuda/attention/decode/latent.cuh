@@ -231,7 +231,8 @@ __device__ void LatentKernel<Element, kHeadDim>::run(const DecodeArguments& argu
       if (key < whole_begin || key + kLatentTile > whole_end) [[unlikely]]
         hide(scores, shape, rows, key);
       softmax_step(scores, out, states, scale);
-      multiply_values<Element, false, kLatentBoxBytes>(out, scores, stage + warp() * kLatentBoxBytes, __NV_E4M3);
+      multiply_values<Element, false, kLatentBoxBytes>(out, scores, shared_address(stage + warp() * kLatentBoxBytes),
+                                                       __NV_E4M3);
     }
     sum_states(states);
     store_latent_rows<Element>(arguments, walk, rows, out, states, 64 * warp(), warp() == 0);

@@ -103,8 +103,8 @@ void merge_dense(const AttentionProblem& problem, const DensePartials& partials,
     launch_dependent(merge_dense_rows<Merge>, MergeDenseArguments{problem, partials, shape, ctas}, grid, Merge::kThreads,
                      stream);
   };
-  problem.dtype == DType::kFloat16 ? launch_with(Type<DenseMerge<__half, 2, 16>>{})
-                                   : launch_with(Type<DenseMerge<__nv_bfloat16, 2, 16>>{});
+  problem.dtype == DType::kFloat16 ? launch_with(Type<DenseMerge<__half, 1, 16>>{})
+                                   : launch_with(Type<DenseMerge<__nv_bfloat16, 1, 16>>{});
 }
 
 void merge_partials(const AttentionProblem& problem, const DecodeShape& shape, const DecodePartials& partials, int ctas,

@@ -55,5 +55,9 @@ void cp_async_wait() {
       if (copy.bytes > 0) std::memcpy(to, copy.from, static_cast<size_t>(copy.bytes));
     }
 }
+template <int kPending>
+void cp_async_wait_if(bool active) {
+  if (active) cp_async_wait<kPending>();
+}
 
 }  // namespace flash_online::cuda

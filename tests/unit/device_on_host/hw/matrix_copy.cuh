@@ -26,4 +26,15 @@ inline void load_matrices(unsigned (&words)[4], unsigned shared_address, bool tr
 inline void ldmatrix_x4(unsigned (&words)[4], unsigned shared_address) { load_matrices(words, shared_address, false); }
 inline void ldmatrix_x4_trans(unsigned (&words)[4], unsigned shared_address) { load_matrices(words, shared_address, true); }
 
+inline unsigned movmatrix_trans(unsigned word) {
+  const uint64_t* const all = device_on_host::Cta::exchange(device_on_host::Cta::kMatrix, word);
+  const int lane = device_on_host::Cta::lane();
+  unsigned result = 0;
+  for (int e = 0; e < 2; ++e) {
+    const int row = 2 * (lane % 4) + e, column = lane / 4;
+    result |= static_cast<unsigned>(all[4 * row + column / 2] >> 16 * (column % 2) & 0xffff) << 16 * e;
+  }
+  return result;
+}
+
 }  // namespace flash_online::cuda
