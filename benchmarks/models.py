@@ -7,9 +7,10 @@ without gradients, and a training step, which is the forward and backward pass o
 time them; memory is the allocator's peak in addition to model and input.
 
 Generation: Llama 3's sizes, 1 or 16 prompts of 1024 to 32768 tokens, a dynamic and a static cache; the prompt and a token
-apart, until the device has finished, so that the host's part counts. In the place of 16 prompts of 32768 tokens the cache gets
-random keys, untimed. sdpa is torch's choice of a backend, and each backend that takes the calls; ours is `override()` of
-torch's function, and the implementation that `register()` adds.
+apart, until the device has finished, so that the host's part counts: in these few layers it is most of a token's time. A
+token of a static cache is also replayed from a CUDA graph, where no host counts. In the place of 16 prompts of 32768 tokens
+the cache gets random keys, untimed. sdpa is torch's choice of a backend, and each backend that takes the calls; ours is
+`override()` of torch's function, and the implementation that `register()` adds.
 
 First, the output and a gradient, or a generated step's output, of every implementation are compared with the model in float32
 with eager attention, at a length for which it fits: the error may be at most 1.5 times the error of eager attention in
@@ -40,10 +41,11 @@ from .summary import FLASH, OURS
 from .timing import Timer, call_timer, interleave
 
 LENGTHS, CHECKED_LENGTH = (8192, 32768), 1024
-PROMPTS, BATCHES, CACHES = (1024, 8192, 32768), (1, 16), ("dynamic", "static")
+DYNAMIC, STATIC, GRAPH = "dynamic", "static", "static, in a graph"
+PROMPTS, BATCHES, CACHES = (1024, 8192, 32768), (1, 16), (DYNAMIC, STATIC, GRAPH)
 NEW_TOKENS = 8  # of a sample
 MOST_PROMPT_TOKENS = 1 << 17  # of a batch; with more, the cache is filled with random keys and no prompt is timed
-PROMPT_ROUNDS = 2
+PROMPT_ROUNDS, TOKEN_ROUNDS = 2, 3  # the former at most; the latter times as many as of other calls, since hosts vary
 MAX_DISTANCE, MAX_FLOAT32_DISTANCE = 1.5, 1e-5  # relative to eager attention's distance; relative, for float32 models
 IMPLEMENTATIONS = {"eager": "eager", "sdpa": "sdpa", OURS: "online_attention"}
 OVERRIDE = f"{OURS} by override"
@@ -200,7 +202,8 @@ class Generation:
 
     def __init__(self, model: nn.Module, prompt: Tensor, cache: str, implementation: str):
         self.model, self.prompt, self.kind, self.implementation = model, prompt, cache, implementation
-        self.cache = None
+        self.token = prompt[:, :1].clone()
+        self.cache = self.graph = None
 
     def read_prompt(self) -> Tensor:
         self.model.set_attn_implementation(self.implementation)
@@ -219,7 +222,8 @@ class Generation:
     def _empty_cache(self) -> None:
         import transformers
 
-        if self.kind == "static":
+        self.graph = None
+        if self.kind != DYNAMIC:
             length = self.prompt.shape[1] + NEW_TOKENS
             self.cache = transformers.StaticCache(config=self.model.config, max_cache_len=length)
         else:
@@ -228,16 +232,36 @@ class Generation:
     def generate(self) -> Tensor:
         """The last of NEW_TOKENS steps' output."""
         self.model.set_attn_implementation(self.implementation)
+        if self.kind == GRAPH and self.graph is None:
+            self._capture()
+        self._rewind()
+        for _ in range(NEW_TOKENS):
+            if self.graph:
+                self.graph.replay()
+            else:
+                self.out = self._forward(self.token)
+        return self.out
+
+    def _rewind(self) -> None:
         length = self.prompt.shape[1]
         for layer in self.cache.layers:
-            if self.kind == "static":
+            if self.kind != DYNAMIC:
                 layer.cumulative_length.fill_(length)
             elif layer.get_seq_length() > length:
                 layer.crop(length - layer.get_seq_length())
-        token = self.prompt[:, :1]
-        for _ in range(NEW_TOKENS):
-            out = self._forward(token)
-        return out
+
+    def _capture(self) -> None:
+        """Captures the step of one token, which the static cache's own length moves on."""
+        self._rewind()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._forward(self.token)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.out = self._forward(self.token)
+        self.graph = graph
 
     def _forward(self, tokens: Tensor) -> Tensor:
         with torch.no_grad():
@@ -267,7 +291,7 @@ def check_generation(case: ModelCase, model: nn.Module, device: str) -> None:
                 found[name] = generation.generate().float()
         except RuntimeError:  # a backend that does not take the calls; `measure_generation` says so
             continue
-    generation = Generation(wide, prompt, case.options["cache"], "eager")
+    generation = Generation(wide, prompt, DYNAMIC, "eager")
     generation.read_prompt()
     truth = generation.generate()
     distance = {name: ((out - truth).norm() / truth.norm()).item() for name, out in found.items()}
@@ -295,10 +319,10 @@ def measure_generation(case: ModelCase, rounds: int, device: str) -> dict:
         except RuntimeError as refusal:
             result["unavailable"][name] = str(refusal).splitlines()[0][:60]
         else:
-            if reads:
+            if reads and case.options["cache"] != GRAPH:  # the same prompt as with a static cache
                 prompts[name] = WholeTimer(generation.read_prompt, setting, device)
             tokens[name] = WholeTimer(generation.generate, setting, device)
-    interleave(list(tokens.values()), 0, rounds)
+    interleave(list(tokens.values()), 0, TOKEN_ROUNDS * rounds)
     interleave(list(prompts.values()), 0, min(rounds, PROMPT_ROUNDS))
     for name, timer in tokens.items():
         of_prompt = {"prompt_ms": 1e3 * prompts[name].median} if name in prompts else {}
@@ -314,11 +338,11 @@ def line(result: dict) -> str:
 
 def cases_of(device: str) -> list[ModelCase]:
     dtype, lengths = (torch.bfloat16, LENGTHS) if device == "cuda" else (torch.float32, (64,))
-    prompts, batches = (PROMPTS, BATCHES) if device == "cuda" else ((64,), (2,))
+    prompts, batches, caches = (PROMPTS, BATCHES, CACHES) if device == "cuda" else ((64,), (2,), (DYNAMIC, STATIC))
     models = [ModelCase("models", {"B": 1, "L": n}, {"model": m}, dtype) for m in ("gpt-oss", "Gemma 3") for n in lengths]
     return models + [
         ModelCase("generation", {"B": batch, "L": length}, {"model": "Llama 3", "cache": cache}, dtype)
-        for cache in CACHES
+        for cache in caches
         for batch in batches
         for length in prompts
     ]

@@ -79,8 +79,9 @@ def test_which_calls_the_decoding_kernel_takes():
         return kernel_of(*inputs(dtype, heads, queries, keys, head_dim, 1), **options) == DECODE
 
     mask = torch.ones(1, 1, 1, 4096, dtype=torch.bool, device="cuda")
-    assert of() and of(queries=4) and of(keys=1024) and of(head_dim=256) and of(mask=mask) and of(causal=True, softcap=2.0)
-    assert not of(queries=5) and not of(keys=1023) and not of(queries=4, keys=2047) and not of(head_dim=256, keys=4095)
+    assert of() and of(queries=4) and of(keys=1024) and of(mask=mask) and of(causal=True, softcap=2.0)
+    assert of(head_dim=256, keys=1024) and not of(head_dim=256, keys=1023)
+    assert not of(queries=5) and not of(keys=1023) and not of(queries=4, keys=2047)
     assert not of(head_dim=256, queries=4) and not of(head_dim=264) and not of(dtype=torch.float32)
     assert not of(dropout_p=0.1) and not of(queries=2, mask=mask.expand(1, 1, 2, 4096).contiguous())
     assert not of(deterministic=True)  # for a backward pass
