@@ -186,7 +186,9 @@ def _twin(inputs: Inputs, method: str) -> Iterator[Provider]:
         """Normal numbers: a kernel may be faster on zeros."""
         key = (like.dtype, shape)
         if key not in kept:
-            kept[key] = torch.randn(shape, dtype=like.dtype, device=like.device)
+            is_bytes = like.dtype == torch.uint8  # a message: of bfloat16 numbers, or of float32 ones between the same
+            size, dtype = ((shape[0] // 2,), torch.bfloat16) if is_bytes else (shape, like.dtype)
+            kept[key] = torch.randn(size, dtype=dtype, device=like.device).view(like.dtype)
         return kept[key].detach()  # several autograd Functions return it
 
     def all_gather(tensor, group):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import _copies as _copies  # says that copy_blocks has no derivative
 from . import functional
 from ._checked import checked
 from ._ops import InvalidArgument, ops

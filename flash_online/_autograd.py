@@ -204,7 +204,8 @@ def without_derivative(operator: torch._ops.OpOverloadPacket, reason: str) -> No
     """Makes a derivative of this operator an error, which gives `reason`."""
 
     def refuse(*arguments):
-        if any(map(is_differentiated, arguments)):
+        tensors = (one for given in arguments for one in (given if isinstance(given, (list, tuple)) else (given,)))
+        if any(map(is_differentiated, tensors)):
             raise NotImplementedError(
                 f"{operator._qualified_op_name}: expected inputs without a derivative, got one with a derivative; {reason}"
             )

@@ -543,6 +543,24 @@ def _attention_merge_backward_vmap(info, in_dims, grad_out, grad_lse, outs, lses
 _register("attention_merge_backward", _attention_merge_backward_fake, _attention_merge_backward_vmap, _no_flops)
 
 
+def _copy_blocks_fake(sources, plan):
+    numbers, results = iter(plan), []
+    for _ in range(next(numbers)):
+        like, rank = next(numbers), next(numbers)
+        sizes, strides = ([next(numbers) for _ in range(rank)] for _ in range(2))
+        dtype = torch.uint8 if like < 0 else sources[like].dtype
+        results.append(torch.empty_strided(sizes, strides, dtype=dtype, device=sources[0].device))
+    return results
+
+
+def _copy_blocks_vmap(info, in_dims, sources, plan):
+    results, dims = _one_by_one(ops.copy_blocks.default, info, (in_dims[0], None), (sources, plan))
+    return list(results), list(dims)
+
+
+_register("copy_blocks", _copy_blocks_fake, _copy_blocks_vmap, _no_flops)
+
+
 # --- rows -------------------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,5 @@
-// Every operator of the library, on one page. The implementations are in attention/, softmax.cpp, cross_entropy.cpp and
-// topk.cpp; fakes and flop formulas in flash_online/_ops.py, in this order. Derivatives are registered from Python
+// Every operator of the library, on one page. The implementations are in attention/, softmax.cpp, cross_entropy.cpp, topk.cpp
+// and copy_blocks.cpp; fakes and flop formulas in flash_online/_ops.py, in this order. Derivatives are registered from Python
 // (flash_online/_autograd.py), as the stable ABI does not offer autograd; operators.h says what `define` makes of a schema.
 //
 // Conventions: attention takes [..., heads, length, head_dim] tensors of one rank >= 4 with equal batch dimensions (broadcast
@@ -105,6 +105,11 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   define(m,
          "attention_merge_backward(Tensor grad_out, Tensor grad_lse, Tensor[] outs, Tensor[] lses) -> "
          "(Tensor[] grad_outs, Tensor[] grad_lses)");
+  // New tensors, on the device of sources[0], whose elements are blocks of the sources: the messages of a collective, and what
+  // arrives in them. plan: the number of results; of each the index of the source whose dtype it has (-1: uint8), its rank,
+  // sizes and strides; the number of blocks; of each the source, the result, bytes per unit, the first unit of both, and its
+  // rank, with size, stride in the source and stride in the result of each dimension. What no block covers is undefined.
+  define(m, "copy_blocks(Tensor[] sources, int[] plan) -> Tensor[]");
   // Replaces torch's flash attention operators on CUDA with ours (attention/torch_sdpa.cpp), or restores them.
   m.def("torch_sdpa_register(bool active, bool inplace) -> ()");
 }

@@ -2,8 +2,8 @@
 
 It computes what `ulysses` computes where the ranks divide all heads and a rank's heads are one group, by the same operators on
 tensors of the same strides. Query, key and value travel in one message, out and lse in another, and gradients likewise. What is
-packed and unpacked depends on the signature alone: `_route` runs the views of `ulysses` on meta tensors, once, and keeps their
-sizes, strides and offsets.
+packed and unpacked depends on the signature alone: `_route` runs the views of `ulysses` on meta tensors, once, and makes plans of
+them, by which one launch packs all messages and another one unpacks them.
 
 Tensors are in the callers' form: dense [B, H, n, E] with an lse [B, H, n], or rows of a packed stream [n, H, E] with [H, n].
 """
@@ -20,7 +20,8 @@ from torch.autograd import Function
 
 from .._attention_arguments import AttentionOptions
 from .._autograd import plain_apply, requires_grad, unwrap_if_dead
-from .._ops import below_autograd, ops, surfaced
+from .._copies import BYTES, Copies, copied
+from .._ops import below_autograd, dense_strides_in_order, ops, surfaced
 from ._agreement import settle
 from ._group import Group, all_to_all, is_traced
 from ._ulysses import (
@@ -31,10 +32,6 @@ from ._ulysses import (
     FinishToRows,
     StartToHeads,
     StartToRows,
-    arranged,
-    chunked_order,
-    joined,
-    memory_order,
     widened,
 )
 
@@ -208,128 +205,73 @@ def _differentiable_backward(ctx, saved: list, grad_out, grad_lse, grads_whole) 
 # --- Routes: how tensors are packed, exchanged and unpacked -----------------------------------------------------------------
 
 
-class _View(NamedTuple):
-    """Arguments of as_strided: of this rank's tensor (`own`), or of the received messages."""
-
-    own: bool
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-
-class _Part(NamedTuple):
-    """What becomes of one of the exchanged tensors."""
-
-    dtype: torch.dtype
-    unit: torch.dtype  # of the elements that are copied: WIDE, or dtype
-    sent: list[tuple[_View, _View]]  # what is sent, and its place in the messages
-    pieces: list[_View]  # of the result, joined along dimension `along`
-    along: int
-    sizes: tuple[int, ...]  # of the result
-    strides: tuple[int, ...]
-
-
 class _Route(NamedTuple):
-    parts: list[_Part]
-    blocks: list[tuple[int, _View]]  # (tensor, view), if one `cat` packs all messages; else empty
-    dtype: torch.dtype  # of the messages
-    splits: list[int]  # elements for each rank
+    """Plans of `copied`: from this rank's tensors to the messages, and from these and what has arrived to the results."""
+
+    pack: list[int]
+    splits: list[int]  # bytes for each rank
+    unpack: list[int]
 
 
 def _exchanged(call: EagerCall, to: str, tensors: Sequence[Tensor], likes: Sequence) -> list[Tensor]:
     """The tensors of this rank's rows and all heads as tensors of all rows and its heads (to "heads"), or back (to "rows"). A
     result has its memory in the order of its `like`: a tensor, a pair (shape, strides), or None for that of its dimensions."""
     group = call.group
-    forms = tuple(
-        (t.shape, t.stride(), t.dtype, (t.data_ptr() | t.storage_offset() * t.element_size()) % ALIGNMENT == 0) for t in tensors
-    )
+    forms = tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors)
     orders = tuple((like.shape, like.stride()) if isinstance(like, Tensor) else like for like in likes)
     route = _route(to, group.rank, group.ranks, call.layout, call.packed, forms, orders)
+    (messages,) = copied([*tensors], route.pack)
     with torch._C._AutoDispatchBelowAutograd():
-        own = [t if part.unit is part.dtype else t.view(part.unit) for t, part in zip(tensors, route.parts, strict=True)]
-        received = all_to_all(_packed(route, own), route.splits, group)
-        return [_unpacked(part, tensor, received) for part, tensor in zip(route.parts, own, strict=True)]
-
-
-def _packed(route: _Route, own: list[Tensor]) -> Tensor:
-    if route.blocks:
-        return torch.cat([_seen(view, own[n]) for n, view in route.blocks]).flatten().view(route.dtype)
-    messages = own[0].new_empty(sum(route.splits), dtype=route.dtype)
-    for part, tensor in zip(route.parts, own, strict=True):
-        units = messages.view(part.unit)
-        for view, place in part.sent:
-            _seen(place, units).copy_(_seen(view, tensor))
-    return messages
-
-
-def _unpacked(part: _Part, own: Tensor, received: Tensor) -> Tensor:
-    units = received.view(part.unit)
-    whole = torch.cat([_seen(view, own if view.own else units) for view in part.pieces], part.along)
-    if part.unit is not part.dtype:
-        whole = whole.view(part.dtype)
-    return whole.as_strided(part.sizes, part.strides)
-
-
-def _seen(view: _View, tensor: Tensor) -> Tensor:
-    return tensor.as_strided(view.sizes, view.strides, tensor.storage_offset() + view.offset)
+        received = all_to_all(messages, route.splits, group)
+    return copied([*tensors, received], route.unpack)
 
 
 @functools.lru_cache(maxsize=512)
 def _route(to: str, rank: int, ranks: int, layout: str, packed: bool, forms: tuple, orders: tuple) -> _Route:
     """`forms`: (shape, strides, dtype, whether it begins at a multiple of ALIGNMENT) of each tensor; `orders`: (shape, strides)
-    of each result's like, or None."""
+    of each result's like, or None. Views on meta stand for the memory of tensors and messages."""
     tensors = [_canonical(_meta(*form[:3]), packed) for form in forms]
-    likes = [None if order is None else _canonical(_meta(*order, torch.int8), packed).stride() for order in orders]
-    likes = likes[: len(tensors)]
     exchange = _exchange(Group("", rank, ranks), layout, [t.shape[1] * (ranks if to == "rows" else 1) for t in tensors])
-    alike = len({(tensor.shape[2:], tensor.dtype) for tensor in tensors}) == 1
-    if alike:
-        views = widened(tensors, likes) if all(form[3] for form in forms) else tensors
-    else:
-        every = zip(tensors, likes, forms, strict=True)
-        views = [widened([tensor], [like])[0] if form[3] else tensor for tensor, like, form in every]
-
-    def taken(n: int, other: int) -> Tensor:
-        return exchange.heads_of(views[n], n, other) if to == "heads" else exchange.rows_of(views[n], other)
-
-    # A message has a part of each tensor in turn, and is alike on all ranks, whatever their strides.
-    others, step = [r for r in range(ranks) if r != rank], 1 if alike else ALIGNMENT
-    begins = [0]  # bytes
-    for n, view in enumerate(views):
-        begins.append(begins[-1] - taken(n, rank).numel() * view.element_size() // -step * step)
-    message, parts = begins[-1], []
-    for n, (tensor, view) in enumerate(zip(tensors, views, strict=True)):
-        places, size = {rank: taken(n, rank)}, view.element_size()
-        units = view.new_empty(message * len(others) // size)
+    pack, unpack = Copies(), Copies()
+    parts, begin = [], 0  # of a message: a part of each tensor in turn, alike on all ranks whatever their strides
+    for n, (tensor, form, order) in enumerate(zip(tensors, forms, orders, strict=False)):
+        like = None if order is None else _canonical(_meta(*order, torch.int8), packed).stride()
+        view = widened([tensor], [like])[0] if form[3] else tensor
+        take = functools.partial(exchange.heads_of, view, n) if to == "heads" else functools.partial(exchange.rows_of, view)
+        parts.append((n, tensor, view, like, take, begin))
+        begin -= take(rank).numel() * view.element_size() // -ALIGNMENT * ALIGNMENT
+    message, others = begin, [r for r in range(ranks) if r != rank]
+    messages = pack.new((message * len(others),), (1,), BYTES)
+    for n, tensor, view, like, take, begin in parts:
+        places = {rank: take(rank)}
         for at, other in enumerate(others):
-            shape = taken(n, other).shape
-            places[other] = units[(message * at + begins[n]) // size :][: shape.numel()].view(shape)
+            sent = take(other)
+            first = (message * at + begin) // view.element_size()
+            places[other] = view.new_empty(first + sent.numel())[first:].view(sent.shape)
+            pack.add(n, sent, messages, places[other])
+        heads = exchange.splits[n]
         if to == "heads":
-            order, dim = memory_order(likes[n]), 2
-            by_rank = [(r, places[r][:, :, chunk]) for r, chunk in exchange.sequence]
+            sizes = (tensor.shape[0], exchange.heads_count(n, rank), tensor.shape[2] * ranks, tensor.shape[3])
         else:
-            order, dim = chunked_order(likes[n]), 1
-            by_rank = [(r, places[r]) for r in range(ranks)]
-        pieces, along = arranged([piece for _, piece in by_rank], dim, order)
-        result = joined([piece for _, piece in by_rank], dim, order)
-        result = (result if to == "heads" else result.flatten(2, 3)).view(tensor.dtype)
-        result = _restored(result, packed, len(forms[n][0]) == (2 if packed else 3))
-        parts.append(
-            _Part(
-                *(tensor.dtype, view.dtype),
-                [] if alike else [(_view_of(taken(n, other), True), _view_of(places[other], False)) for other in others],
-                [_view_of(piece, r == rank) for (r, _), piece in zip(by_rank, pieces, strict=True)],
-                *(along, tuple(result.shape), result.stride()),
-            )
-        )
-    dtype = tensors[0].dtype if alike else torch.uint8
-    blocks = [(n, _view_of(block, True)) for r in others for n in range(len(views)) for block in taken(n, r).unbind()]
-    splits = [message // dtype.itemsize * (r != rank) for r in range(ranks)]
-    return _Route(parts, blocks if alike else [], dtype, splits)
+            sizes = (tensor.shape[0], heads[-1][1], tensor.shape[2] // ranks, tensor.shape[3])
+        result = _meta(sizes, dense_strides_in_order(sizes, like or (4, 3, 2, 1)), tensor.dtype)
+        given = _restored(result, packed, len(forms[n][0]) == (2 if packed else 3))
+        number, units = unpack.new(given.shape, given.stride(), n), result.view(view.dtype)
+        for source, seen, place in _pieces(exchange, to, n, places, units):
+            unpack.add(n if source == rank else len(tensors), seen, number, place)
+    return _Route(pack.plan(), [message * (r != rank) for r in range(ranks)], unpack.plan())
 
 
-def _view_of(tensor: Tensor, own: bool) -> _View:
-    return _View(own, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+def _pieces(exchange: Exchange, to: str, n: int, places: dict[int, Tensor], whole: Tensor):
+    """(rank that sends it, view of what it sends, its place in the result) of each piece of tensor n."""
+    if to == "heads":
+        rows = whole.shape[2] // len(exchange.sequence)
+        for at, (rank, chunk) in enumerate(exchange.sequence):
+            yield rank, places[rank][:, :, chunk], whole[:, :, at * rows : (at + 1) * rows]
+    else:
+        for rank, (begin, end) in enumerate(exchange.splits[n]):
+            chunks = (exchange.chunks, whole.shape[2] // exchange.chunks)
+            yield rank, places[rank], whole[:, begin:end].unflatten(2, chunks)
 
 
 def _meta(shape, strides, dtype: torch.dtype) -> Tensor:

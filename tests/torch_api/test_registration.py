@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flash_online
 import flash_online.functional as F
+from flash_online._copies import Copies
 from flash_online._ops import accumulator_of, dense_strides_in_order
 
 RAW = torch.ops.flash_online
@@ -87,6 +88,16 @@ def varlen_backward_arguments(dtype, layout, all_options):
 def parts(dtype):
     outs = [torch.randn(3, 2, 4, dtype=dtype), torch.randn(3, 4, 2, dtype=dtype).mT]
     return outs, [torch.randn(3, 2, dtype=accumulator_of(dtype)) for _ in outs]
+
+
+def copies(dtype):
+    """Five rows of two tensors, in one."""
+    sources, plan = [torch.randn(4, 3, dtype=dtype).T, torch.randn(2, 4, dtype=dtype)], Copies()
+    whole = torch.empty(5, 4, dtype=dtype, device="meta")
+    result = plan.new(whole.shape, whole.stride(), 0)
+    plan.add(0, torch.empty_like(sources[0], device="meta"), result, whole[:3])
+    plan.add(1, torch.empty_like(sources[1], device="meta"), result, whole[3:])
+    return sources, plan.plan()
 
 
 def row_calls(dtype, layout):
@@ -186,6 +197,7 @@ def calls(dtype, layout):
     yield RAW.attention_dropout_mask, (torch.tensor([1, 2]), 1, 2, 3, 1, 4, 5, 0.5)
     yield RAW.attention_merge, (outs, lses)
     yield RAW.attention_merge_backward, (torch.randn_like(outs[0]), torch.randn_like(lses[0]), outs, lses)
+    yield RAW.copy_blocks, copies(dtype)
     yield from cached_calls(dtype, layout)
     yield from row_calls(dtype, layout)
 
@@ -239,7 +251,7 @@ def test_operators_have_a_derivative_or_say_that_they_have_none():
     assert refused
     for op, arguments in calls(torch.float32, "contiguous"):
         if op._qualified_op_name.split("::")[1] in refused:
-            leaves = [t.detach().requires_grad_() if is_floating(t) else t for t in arguments]
+            leaves = tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_() if is_floating(t) else t, arguments)
             with pytest.raises(NotImplementedError, match="without a derivative"):
                 op(*leaves)
 
