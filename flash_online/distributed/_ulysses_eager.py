@@ -2,8 +2,8 @@
 
 It computes what `ulysses` computes where the ranks divide all heads and a rank's heads are one group, by the same operators on
 tensors of the same strides. Query, key and value travel in one message, out and lse in another, and gradients likewise. What is
-packed and unpacked depends on the signature alone: `_route` runs the views of `ulysses` on meta tensors, once, and makes plans of
-them, by which one launch packs all messages and another one unpacks them.
+packed and unpacked depends on the signature alone: `_route` runs the views of `ulysses` on meta tensors, once, and makes plans
+of them, by which one launch packs all messages and another one unpacks them.
 
 Tensors are in the callers' form: dense [B, H, n, E] with an lse [B, H, n], or rows of a packed stream [n, H, E] with [H, n].
 """
