@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import fill
 
 import flash_online
-from flash_online import compat, distributed, functional, reference, testing
+from flash_online import compat, distributed, functional, reference, spans, testing
 from flash_online.integrations import diffusers, torch_sdpa, transformers
 
 PAGE = Path(__file__).with_name("api.md")
@@ -25,6 +25,12 @@ SECTIONS = (
         flash_online,
         ["attention", "varlen_attention", "merge_attention", "kvcache_attention", "cascade_attention", "CascadeLevel"]
         + ["cache_append"],
+    ),
+    (
+        "Spans",
+        "[Masks in linear memory](spans.md): functions of `flash_online.spans` that make arguments for attention.",
+        spans,
+        ["documents", "prefix", "tree", "shared_prefix", "padding", "sink_window", "from_flashmask", "to_mask", "Spans"],
     ),
     ("Softmax and top k", "", flash_online, ["softmax", "log_softmax", "logsumexp", "topk_softmax"]),
     ("Losses", "", flash_online, ["cross_entropy", "linear_cross_entropy"]),

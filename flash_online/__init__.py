@@ -28,7 +28,7 @@ from .varlen import varlen_attention
 
 if TYPE_CHECKING:  # __getattr__ imports them
     from . import distributed as distributed
-    from . import reference, testing
+    from . import reference, spans, testing
 
     __version__: str
 
@@ -63,6 +63,7 @@ __all__ = [
     "override",
     "reference",
     "softmax",
+    "spans",
     "strict",
     "testing",
     "topk_softmax",
@@ -73,7 +74,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would take every name for one of the module
 
     def __getattr__(name: str) -> Any:
-        if name in ("distributed", "reference", "testing"):
+        if name in ("distributed", "reference", "spans", "testing"):
             return importlib.import_module(f".{name}", __name__)
         if name == "__version__":
             from ._info import version

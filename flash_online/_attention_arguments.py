@@ -20,6 +20,8 @@ class AttentionTensors(NamedTuple):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     rng: Tensor | None
+    query_spans: Tensor | None = None  # the operators' last arguments
+    key_spans: Tensor | None = None
 
 
 class VarlenTensors(NamedTuple):
@@ -33,6 +35,8 @@ class VarlenTensors(NamedTuple):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     rng: Tensor | None
+    query_spans: Tensor | None = None  # the operators' last arguments
+    key_spans: Tensor | None = None
 
 
 class AttentionOptions(NamedTuple):
@@ -52,6 +56,11 @@ class AttentionOptions(NamedTuple):
         deterministic), or (deterministic,) for packed sequences."""
         *shared, tf32, _ = self
         return *shared, *own, tf32
+
+
+def given_spans(query_spans: Tensor | None, key_spans: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Spans as the last arguments of an operator, which need not be there."""
+    return () if query_spans is key_spans is None else (query_spans, key_spans)
 
 
 def default_scale(head_dim) -> float:

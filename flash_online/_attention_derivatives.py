@@ -35,6 +35,8 @@ class _Call(NamedTuple):
     options: AttentionOptions
     offset: int  # a query's position minus its index
     first_batch: int  # the batch index that the random bits of dropout start from
+    query_spans: Tensor | None
+    key_spans: Tensor | None
 
 
 class _Tangents(NamedTuple):
@@ -102,10 +104,10 @@ def gradient_jvp(
     one chunk of queries at a time: memory is linear in the lengths, plus one chunk of _CHUNK_SCORES scores. `first_batch` is
     the batch index that the random bits of dropout start from.
     """
-    query, key, value, mask, alibi_slopes, sinks, rng = tensors
+    query, key, value, mask, alibi_slopes, sinks, rng, query_spans, key_spans = tensors
     if options.scale is None:
         options = options._replace(scale=default_scale(query.shape[-1]))
-    d_query, d_key, d_value, d_mask, _, d_sinks, _ = tangents
+    d_query, d_key, d_value, d_mask, _, d_sinks, *_ = tangents
     dtype = accumulator_of(query.dtype)
     heads, queries, keys = query.shape[-3], query.shape[-2], key.shape[-2]
     offset = keys - queries if options.lower_right else 0
@@ -114,7 +116,7 @@ def gradient_jvp(
         for tensor, like in ((key, key), (value, value), (d_key, key), (d_value, value))
     )
     sink, d_sink = (None if tensor is None else tensor.to(dtype)[:, None, None] for tensor in (sinks, d_sinks))
-    call = _Call(k, v, mask, sink, alibi_slopes, rng, options, offset, first_batch)
+    call = _Call(k, v, mask, sink, alibi_slopes, rng, options, offset, first_batch, query_spans, key_spans)
     shared = _Tangents(d_k, d_v, d_mask, d_sink)
 
     forward_chunks, backward_chunks = [], _BackwardSums(mask)
@@ -164,11 +166,22 @@ def _scores(call: _Call, begin: int, end: int, products: Tensor):
         visible = visible & (columns >= position - call.options.window_left)
     if call.options.window_right >= 0:
         visible = visible & (columns <= position + call.options.window_right)
+    if call.query_spans is not None:
+        visible = visible & _in_spans(columns, call.query_spans.narrow(-2, begin, end - begin).unsqueeze(-2))
+    if call.key_spans is not None:
+        rows = torch.arange(begin, end, device=products.device).unsqueeze(-1)
+        visible = visible & _in_spans(rows, call.key_spans.unsqueeze(-3))
     if call.mask is not None and call.mask.dtype == torch.bool:
         visible = visible & _rows(call.mask, -2, begin, end, torch.bool)
     elif call.mask is not None:
         scores = scores + _rows(call.mask, -2, begin, end, products.dtype)
     return scores.masked_fill(~visible, -math.inf), visible, first, second
+
+
+def _in_spans(numbers: Tensor, spans: Tensor) -> Tensor:
+    """Whether numbers lie in one of the intervals of spans [..., 2 or 4], broadcast to spans without their last dimension."""
+    inside = [(numbers >= spans[..., n]) & (numbers < spans[..., n + 1]) for n in range(0, spans.shape[-1], 2)]
+    return inside[0] if len(inside) == 1 else inside[0] | inside[1]
 
 
 def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:

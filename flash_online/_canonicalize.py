@@ -84,14 +84,15 @@ def check_types(tensors: dict, optional: dict, flags: dict) -> None:
 
 def check_attention(
     query, key, value, mask, heads_dim, *,
-    causal, window, alignment, softcap, alibi_slopes, sinks, dropout_p, scale, return_lse, deterministic,
+    causal, window, alignment, softcap, alibi_slopes, sinks, dropout_p, scale, return_lse, deterministic, query_spans=None,
+    key_spans=None,
 ) -> None:  # fmt: skip
     """Raises TypeError or InvalidArgument unless these arguments of `attention` or `varlen_attention` have the right types, and
     the options are valid."""
     flags = {"causal": causal, "return_lse": return_lse}
     if deterministic is not None:
         flags["deterministic"] = deterministic
-    optional = {"mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    optional = {"mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks, "query_spans": query_spans, "key_spans": key_spans}
     check_types({"query": query, "key": key, "value": value}, optional, flags)
     check_attention_options(query, heads_dim, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
     if scale is not None:

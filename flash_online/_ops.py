@@ -207,7 +207,7 @@ def _one_by_one(op, info, in_dims, args):
 
 def _attention_forward_fake(
     query, key, value, mask, alibi_slopes, sinks, rng, window_left, window_right, lower_right, scale, softcap, dropout_p,
-    tf32=False, deterministic=None,
+    tf32=False, deterministic=None, query_spans=None, key_spans=None,
 ):  # fmt: skip
     out = _empty_in_order([*query.shape[:-1], value.shape[-1]], query)
     return out, _accumulator(query, query.shape[:-1]), _accumulator(query, query.shape[:-1])
@@ -227,9 +227,18 @@ def _attention_forward_vmap(info, in_dims, query, key, value, mask, alibi_slopes
         _front(alibi_slopes, dims.alibi_slopes, size),
         sinks,
         rng,
-        *options,
+        *_with_spans_in_front(options, in_dims[7:], size),
     )
     return results, (0, 0, 0)
+
+
+def _with_spans_in_front(options, in_dims, size) -> list:
+    """The arguments after an operator's tensors. Spans, the only ones of them that may be mapped, may have size 1 in batch
+    dimensions."""
+    return [
+        _front(option, dim, size, expand=False) if isinstance(option, Tensor) else option
+        for option, dim in zip(options, in_dims, strict=True)
+    ]
 
 
 def _tensor_dims(in_dims) -> AttentionTensors:
@@ -327,7 +336,7 @@ _register(
 
 def _attention_backward_fake(
     grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low, window_left, window_right,
-    lower_right, scale, softcap, dropout_p, mask_grad, deterministic, tf32=False,
+    lower_right, scale, softcap, dropout_p, mask_grad, deterministic, tf32=False, query_spans=None, key_spans=None,
 ):  # fmt: skip
     grads = [_empty_in_order(tensor.shape, tensor) for tensor in (query, key, value)]
     grad_mask = _empty_in_order(mask.shape, mask) if mask_grad else query.new_empty([0])
@@ -336,10 +345,10 @@ def _attention_backward_fake(
 
 def _attention_backward_vmap(
     info, in_dims, grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low, window_left,
-    window_right, lower_right, scale, softcap, dropout_p, mask_grad, deterministic, *tf32
+    window_right, lower_right, scale, softcap, dropout_p, mask_grad, deterministic, *others
 ):  # fmt: skip
     tensors = (grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low)
-    options = (window_left, window_right, lower_right, scale, softcap, dropout_p, mask_grad, deterministic, *tf32)
+    options = (window_left, window_right, lower_right, scale, softcap, dropout_p, mask_grad, deterministic, *others)
     op, size = ops.attention_backward.default, info.batch_size
     if rng is not None or sinks is not None:  # the gradient of sinks would be summed over the mapped dimension
         return _one_by_one(op, info, in_dims, (*tensors, *options))
@@ -360,7 +369,7 @@ def _attention_backward_vmap(
         _front(out, out_dim, size),
         _front(lse, lse_dim, size).contiguous(),
         _front(lse_low, lse_low_dim, size).contiguous(),
-        *options,
+        *_with_spans_in_front(options, in_dims[12:], size),
     )
     return results, (0, 0, 0, 0 if mask_grad else None, None)
 

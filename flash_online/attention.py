@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _policy
-from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors, default_scale
+from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors, default_scale, given_spans
 from ._attention_derivatives import gradient_jvp
 from ._autograd import (
     Description,
@@ -25,6 +25,7 @@ from ._canonicalize import canonicalize, cast_and_check, check_attention, expand
 from ._checks import none_as_zero, unexpected_keyword, without_others
 from ._ops import accumulator_of, below_autograd, ops, surfaced
 from ._plain import NUMBERS, are_plain, is_grad_enabled
+from ._span_arguments import canonical_spans
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,7 +45,14 @@ class AttentionKeywords(TypedDict, total=False):
     deterministic: bool | None
 
 
-class _DenseKeywords(AttentionKeywords, total=False):
+class SpanKeywords(TypedDict, total=False):
+    """The keywords of attention and varlen_attention that context parallelism does not have."""
+
+    query_spans: Tensor | None
+    key_spans: Tensor | None
+
+
+class _DenseKeywords(AttentionKeywords, SpanKeywords, total=False):
     """The keywords of attention."""
 
     mask: Tensor | None
@@ -72,6 +80,8 @@ def attention(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     alignment: str = "upper_left",
+    query_spans: Tensor | None = None,
+    key_spans: Tensor | None = None,
     softcap: float | None = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -85,7 +95,7 @@ def attention(
 
     The position of query i is p = i (`alignment="upper_left"`) or p = i + S - L (`"lower_right"`). A score starts as
     `scale * query . key`; then `softcap * tanh(score / softcap)` is applied, ALiBi's `-slope * |p - j|` is added, and last the
-    float mask. A query sees a key only if the causal rule, the window and the bool mask all allow it.
+    float mask. A query sees a key only if the causal rule, the window, the bool mask and the spans all allow it.
 
     Args:
         query: `[..., Hq, L, E]`; float16, bfloat16, float32 or float64; any strides.
@@ -97,6 +107,9 @@ def attention(
         causal: query sees keys j <= p.
         window: (left, right), each an int >= 0 or None (no bound): query sees p - left <= j <= p + right.
         alignment: "upper_left" or "lower_right".
+        query_spans: int32 `[..., 1 or Hq, L, 2 or 4]`: one or two intervals [begin, end) of keys that each query may see;
+            leading dimensions broadcast, bounds are clamped. `flash_online.spans` makes them. On the CPU only, so far.
+        key_spans: int32 `[..., 1 or Hq, S, 2 or 4]`: the intervals of queries that may see each key, likewise.
         softcap: limits scores to (-softcap, softcap) with a tanh; 0 is none.
         alibi_slopes: `[Hq]` or `[..., Hq]`, positive slopes; no gradient.
         sinks: `[Hq]`, one logit per head that joins the denominator only; differentiable.
@@ -124,7 +137,7 @@ def attention(
     if others:
         raise unexpected_keyword("attention", next(iter(others)))
     softcap = none_as_zero(softcap)
-    plain = window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left"
+    plain = window is alibi_slopes is sinks is deterministic is query_spans is key_spans is None and alignment == "upper_left"
     plain = plain and type(softcap) in NUMBERS and type(dropout_p) in NUMBERS and type(causal) is bool
     if plain and not (softcap or dropout_p or return_lse):
         if mask is None:
@@ -136,6 +149,7 @@ def attention(
     check_attention(
         query, key, value, mask, -3, causal=causal, window=window, alignment=alignment, softcap=softcap, scale=scale,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, return_lse=return_lse, deterministic=deterministic,
+        query_spans=query_spans, key_spans=key_spans,
     )  # fmt: skip
     query, key, value, mask, restore = canonicalize(*cast_and_check("attention", query, key, value, mask, dropout_p))
     out, lse = attention_impl(
@@ -153,6 +167,8 @@ def attention(
         dropout_p=dropout_p,
         deterministic=deterministic,
         return_lse=return_lse,
+        query_spans=canonical_spans("query_spans", query_spans, query, query.shape[:-2], query.shape[-2]),
+        key_spans=canonical_spans("key_spans", key_spans, query, query.shape[:-2], key.shape[-2]),
     )
     return (restore(out), restore(lse)) if return_lse else restore(out)
 
@@ -280,6 +296,8 @@ def attention_impl(
     deterministic: bool | None = None,
     return_lse: bool = False,
     rng: Tensor | None = None,
+    query_spans: Tensor | None = None,
+    key_spans: Tensor | None = None,
     operator: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of tensors in the form that `canonicalize` returns. Without `return_lse`, lse may be None. `rng` is the result
@@ -290,7 +308,7 @@ def attention_impl(
     scale = operator_scale(query, scale)
     alibi_slopes = None if alibi_slopes is None else alibi_slopes.to(accumulator)
     sinks = None if sinks is None else sinks.to(accumulator).contiguous()
-    if operator is None and deterministic is None and not dropout_p:
+    if operator is query_spans is key_spans is deterministic is None and not dropout_p:
         # A trace by torch.jit is compared with one of inputs that require no gradient.
         if _policy.traced_by_jit() is not None or not requires_grad((query, key, value, mask, sinks)):
             options = (mask, alibi_slopes, sinks, left, 0 if causal else right, lower_right, scale, float(softcap), tf32)
@@ -311,6 +329,8 @@ def attention_impl(
         alibi_slopes,
         sinks,
         draw_rng(dropout_p, query.device) if rng is None else rng,
+        query_spans,
+        key_spans,
         AttentionOptions(
             left, 0 if causal else right, lower_right, scale, float(softcap), float(dropout_p), tf32, deterministic
         ),
@@ -354,12 +374,14 @@ class Attention(Description):
 
     @staticmethod
     def inputs(query, key, value, mask, alibi_slopes, sinks, rng, *options):
-        return query, key, value, mask, alibi_slopes, sinks, rng, AttentionOptions(*options)
+        count = len(AttentionOptions._fields)
+        options, spans = options[:count], options[count:]
+        return *AttentionTensors(query, key, value, mask, alibi_slopes, sinks, rng, *spans), AttentionOptions(*options)
 
     @staticmethod
     def arguments(*inputs):
-        *tensors, options = inputs
-        return *tensors, *options
+        *tensors, query_spans, key_spans, options = inputs
+        return *tensors, *options, *given_spans(query_spans, key_spans)
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -370,17 +392,18 @@ class Attention(Description):
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, _):
-        query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low = ctx.saved_tensors
+        *tensors, out, lse, lse_low = ctx.saved_tensors
         if grad_out is None:
             if grad_lse is None:
-                return (None,) * 8
+                return (None,) * 10
             grad_out = torch.zeros_like(out)
         _, _, _, mask_grad, *_ = ctx.needs_input_grad
-        tensors = (query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low)
-        grads = _attention_backward(grad_out, grad_lse, *tensors, ctx.options, mask_grad, ctx.deterministic)
+        results = (out, lse, lse_low)
+        grads = _attention_backward(grad_out, grad_lse, *tensors, *results, ctx.options, mask_grad, ctx.deterministic)
         grad_query, grad_key, grad_value, grad_mask, grad_sinks = grads
+        sinks = AttentionTensors(*tensors).sinks
         grad_mask, grad_sinks = grad_mask if mask_grad else None, None if sinks is None else grad_sinks
-        return grad_query, grad_key, grad_value, grad_mask, None, grad_sinks, None, None
+        return grad_query, grad_key, grad_value, grad_mask, None, grad_sinks, None, None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -414,7 +437,7 @@ class _AttentionTraining(Description):
             arguments = (grad_out, query, key, value, out, stats, options.window_right == 0, options.scale, ctx.deterministic)
             return *_training_backward(*arguments, options.tf32), None, None, None
         grad_lse, _ = grad_stats.chunk(2)
-        tensors = (grad_out, grad_lse, query, key, value, None, None, None, None, out, *stats.chunk(2))
+        tensors = (grad_out, grad_lse, query, key, value, *(None,) * 6, out, *stats.chunk(2))
         grad_query, grad_key, grad_value, *_ = _attention_backward(*tensors, options, False, ctx.deterministic)
         return grad_query, grad_key, grad_value, None, None, None
 
@@ -448,14 +471,16 @@ class _AttentionBackward(Description):
 
     @staticmethod
     def inputs(*arguments):
-        *tensors, left, right, lower_right, scale, softcap, dropout_p, mask_grad, deterministic, tf32 = arguments
+        (grad_out, grad_lse, *tensors), options, spans = arguments[:12], arguments[12:21], arguments[21:] or (None, None)
+        left, right, lower_right, scale, softcap, dropout_p, mask_grad, deterministic, tf32 = options
         options = AttentionOptions(left, right, lower_right, scale, softcap, dropout_p, tf32)
-        return *tensors, options, mask_grad, deterministic
+        return grad_out, grad_lse, *tensors[:7], *spans, *tensors[7:], options, mask_grad, deterministic
 
     @staticmethod
     def arguments(*inputs):
-        *tensors, options, mask_grad, deterministic = inputs
-        return *tensors, *options.for_backward(mask_grad, deterministic)
+        *tensors, query_spans, key_spans, out, lse, lse_low, options, mask_grad, deterministic = inputs
+        options = options.for_backward(mask_grad, deterministic)
+        return *tensors, out, lse, lse_low, *options, *given_spans(query_spans, key_spans)
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -484,7 +509,7 @@ class _AttentionBackward(Description):
         return (
             *(d_out, None if grad_lse is None else d_lse),
             *(d_grads.query, d_grads.key, d_grads.value, d_grads.mask, None, d_grads.sinks, None),
-            *(None, None, None, None, None, None),  # out, lse, lse_low; options, mask_grad, deterministic
+            *(None, None, None, None, None, None, None, None),  # spans; out, lse, lse_low; options, mask_grad, deterministic
         )
 
     @staticmethod

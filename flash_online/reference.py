@@ -96,6 +96,8 @@ def attention(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     alignment: str = "upper_left",
+    query_spans: Tensor | None = None,
+    key_spans: Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -110,6 +112,9 @@ def attention(
     query [..., Hq, L, E], key [..., Hk, S, E], value [..., Hv, S, Ev] -> out [..., Hq, L, Ev], lse [..., Hq, L]. Query head
     h uses key head h // (Hq // Hk) and value head h // (Hq // Hv); the dimensions before the heads broadcast. [L, E]
     counts as one head.
+
+    `query_spans`, int32 [..., 1 or Hq, L, 2 or 4], holds one or two intervals [begin, end) per query: of the keys that it may
+    see. `key_spans` [..., 1 or Hq, S, 2 or 4] holds intervals of the queries that may see a key. Bounds may have any values.
 
     The order of operations on a score: scale, softcap `c * tanh(s / c)`, ALiBi `-slope * |p - j|`, float mask, visibility.
     `sinks` [Hq] adds exp(sink) to a head's denominator and nothing to its numerator. `alibi_slopes` is [Hq] or [..., Hq].
@@ -134,6 +139,10 @@ def attention(
         p, j = _positions(queries, keys, alignment, query.device)
         scores = scores - alibi_slopes[..., None, None].to(scores.dtype) * (p - j).abs()
     allowed = visible(queries, keys, causal=causal, window=window, alignment=alignment, device=query.device)
+    if query_spans is not None:
+        allowed = allowed & _in_spans(query_spans, keys)
+    if key_spans is not None:
+        allowed = allowed & _in_spans(key_spans, queries).transpose(-2, -1)
     if mask is not None and mask.dtype == torch.bool:
         allowed = allowed & mask
     elif mask is not None:
@@ -184,6 +193,8 @@ def varlen_attention(
     max_seqlen_k: int,
     *,
     alignment: str = "lower_right",
+    query_spans: Tensor | None = None,
+    key_spans: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
@@ -200,6 +211,7 @@ def varlen_attention(
 
     Sequence n is rows cu_seqlens[n] up to cu_seqlens[n + 1], and at most max_seqlen of them. Padding rows are 0, their lse
     -inf. `alibi_slopes` is [Hq] or [sequences, Hq]; the batch index of dropout is n; `options` are as in attention.
+    `query_spans` is [Tq, 2 or 4] or [1 or Hq, Tq, 2 or 4], `key_spans` likewise of Tk; positions are counted in the sequence.
 
     `seqused_q` and `seqused_k` [sequences] are the numbers of used rows of each sequence. With `block_table` [sequences,
     entries] key and value are pools [blocks, page, Hk, E] and [blocks, page, Hk, Ev], as in `kvcache_attention`; a sequence has
@@ -212,6 +224,8 @@ def varlen_attention(
     result = query.new_zeros(*query.shape[:2], value.shape[-1])
     lse = query.new_full(query.shape[1::-1], -INFINITY, dtype=accumulator_dtype(query.dtype))
     query_rows = packed_rows(cu_seqlens_q, len(query), max_seqlen_q, seqused_q)
+    if block_table is not None and key_spans is not None:
+        raise ValueError("key_spans: expected None with block_table, got a tensor")
     if block_table is None:
         key_rows = packed_rows(cu_seqlens_k, len(key), max_seqlen_k, seqused_k)
     else:
@@ -220,6 +234,7 @@ def varlen_attention(
         key_rows = [slice(0, min(max(length, 0), max_seqlen_k, cache.capacity)) for length in lengths.tolist()]
     visibility = {"causal": options.get("causal", False), "window": options.get("window"), "alignment": alignment}
     for n, (rows, keys) in enumerate(zip(query_rows, key_rows, strict=True)):
+        begin = 0
         if cached:
             begin, end = seen_keys(rows.stop - rows.start, keys.stop - keys.start, **visibility)
             keys = slice(keys.start + begin, keys.start + end)
@@ -233,6 +248,10 @@ def varlen_attention(
         if dropout_p > 0:
             shape = (1, *dense[0].shape[:2], dense[1].shape[1])
             keep = dropout_keep(rng, dropout_p, shape, first_batch=n)[0]
+        if query_spans is not None:  # int64: the difference may be less than any int32
+            options["query_spans"] = query_spans[..., rows, :].long() - begin
+        if key_spans is not None:
+            options["key_spans"] = key_spans[..., keys, :]
         attended, lse[:, rows] = attention(
             *dense, alignment=alignment, alibi_slopes=slopes, dropout_p=dropout_p, keep=keep, return_lse=True, **options
         )
@@ -664,6 +683,13 @@ def _multiply(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:
 def _positions(queries: int, keys: int, alignment: str, device) -> tuple[Tensor, Tensor]:
     offset = {"upper_left": 0, "lower_right": keys - queries}[alignment]
     return torch.arange(queries, device=device)[:, None] + offset, torch.arange(keys, device=device)
+
+
+def _in_spans(spans: Tensor, length: int) -> Tensor:
+    """bool [..., rows, length]: True where a position lies in one of the intervals of a row, spans [..., rows, 2 or 4]."""
+    begins, ends = spans[..., 0::2, None], spans[..., 1::2, None]
+    positions = torch.arange(length, device=spans.device)
+    return ((begins <= positions) & (positions < ends)).any(-2)
 
 
 def _largest(input: Tensor, dim: int) -> Tensor:

@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 
 from . import _checked
-from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTensors
+from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTensors, given_spans
 from ._attention_derivatives import gradient_jvp
 from ._autograd import Description, differentiable
 from ._canonicalize import cast_and_check, check_attention, check_packed, expand_slopes, window_bounds
 from ._checks import none_as_zero
 from ._ops import InvalidArgument, accumulator_of, ops
 from ._plain import is_compiling
-from .attention import AttentionKeywords, draw_rng, is_deterministic, operator_scale, tf32_for
+from ._span_arguments import canonical_spans
+from .attention import AttentionKeywords, SpanKeywords, draw_rng, is_deterministic, operator_scale, tf32_for
 from .kvcache import varlen_over_pools
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class _VarlenKeywords(AttentionKeywords, total=False):
+class _VarlenKeywords(AttentionKeywords, SpanKeywords, total=False):
     """The keywords of varlen_attention."""
 
     block_table: Tensor | None
@@ -84,6 +85,8 @@ def varlen_attention(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     alignment: str = "lower_right",
+    query_spans: Tensor | None = None,
+    key_spans: Tensor | None = None,
     softcap: float | None = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -100,7 +103,7 @@ def varlen_attention(
     """Exact attention of packed sequences, which lie one after another in one tensor without padding.
 
     Sequence n has the queries from `cu_seqlens_q[n]` up to `cu_seqlens_q[n + 1]`, and keys likewise. Its result equals
-    `attention`'s, bit for bit on the CPU: positions and alignment are relative to the sequence. Sequences may be empty.
+    `attention`'s, bit for bit on the CPU: positions, alignment and spans are relative to the sequence, which may be empty.
 
     Args:
         query: `[Tq, Hq, E]`; float16, bfloat16, float32 or float64; any strides.
@@ -111,6 +114,7 @@ def varlen_attention(
             and no memory outside the tensors is read.
         cu_seqlens_k: the same for keys.
         max_seqlen_q: at least the length of the longest sequence; queries beyond it are left out. max_seqlen_k: of keys.
+        query_spans: as in `attention`, int32 `[Tq, 2 or 4]` or `[1 or Hq, Tq, 2 or 4]`; key_spans: the same with Tk.
         causal: as in `attention`, and so are window, alignment, softcap, sinks, scale, return_lse and deterministic.
         alibi_slopes: `[Hq]` or `[sequences, Hq]`, positive slopes; no gradient.
         dropout_p: as in `attention`; the batch index of the random bits is the index of the sequence.
@@ -137,10 +141,10 @@ def varlen_attention(
     check_attention(
         query, key, value, None, -2, causal=causal, window=window, alignment=alignment, softcap=softcap, scale=scale,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, return_lse=return_lse, deterministic=deterministic,
+        query_spans=query_spans, key_spans=key_spans,
     )  # fmt: skip
     if not (block_table is seqused_q is seqused_k is num_splits is out is None):
-        if dropout_p > 0:
-            raise InvalidArgument(f"dropout_p: expected 0 over cached keys, got {dropout_p}")
+        _check_over_pools(dropout_p, query_spans, key_spans)
         return varlen_over_pools(
             *(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_q, seqused_k),
             *(num_splits, out, alibi_slopes, sinks, return_lse),
@@ -165,8 +169,19 @@ def varlen_attention(
         softcap=softcap,
         dropout_p=dropout_p,
         deterministic=deterministic,
+        query_spans=canonical_spans("query_spans", query_spans, query, query.shape[1:2], query.shape[0]),
+        key_spans=canonical_spans("key_spans", key_spans, query, query.shape[1:2], key.shape[0]),
     )
     return (out, lse) if return_lse else out
+
+
+def _check_over_pools(dropout_p: float, query_spans: Tensor | None, key_spans: Tensor | None) -> None:
+    """Raises if a call over cached keys has an option that these do not take."""
+    if dropout_p > 0:
+        raise InvalidArgument(f"dropout_p: expected 0 over cached keys, got {dropout_p}")
+    for name, spans in (("query_spans", query_spans), ("key_spans", key_spans)):
+        if spans is not None:
+            raise NotImplementedError(f"{name}: expected None over cached keys, whose kernels do not take spans yet")
 
 
 def varlen_impl(
@@ -188,6 +203,8 @@ def varlen_impl(
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     rng: Tensor | None = None,
+    query_spans: Tensor | None = None,
+    key_spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of packed sequences that passed `check_packed`. `rng` is the result of `draw_rng`, drawn here if None."""
     accumulator = accumulator_of(query.dtype)
@@ -204,6 +221,8 @@ def varlen_impl(
         alibi_slopes,
         None if sinks is None else sinks.to(accumulator).contiguous(),
         draw_rng(dropout_p, query.device) if rng is None else rng,
+        query_spans,
+        key_spans,
         max_seqlen_q,
         max_seqlen_k,
         AttentionOptions(
@@ -220,13 +239,13 @@ class _Varlen(Description):
 
     @staticmethod
     def inputs(*arguments):
-        *others, left, right, lower_right, scale, softcap, dropout_p, tf32, deterministic = arguments
-        return *others, AttentionOptions(left, right, lower_right, scale, softcap, dropout_p, tf32, deterministic)
+        tensors, lengths, options, spans = arguments[:8], arguments[8:10], arguments[10:18], arguments[18:]
+        return *VarlenTensors(*tensors, *spans), *lengths, AttentionOptions(*options)
 
     @staticmethod
     def arguments(*inputs):
-        *others, options = inputs
-        return *others, *options
+        *tensors, query_spans, key_spans, max_seqlen_q, max_seqlen_k, options = inputs
+        return *tensors, max_seqlen_q, max_seqlen_k, *options, *given_spans(query_spans, key_spans)
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -240,14 +259,14 @@ class _Varlen(Description):
         *tensors, out, lse, lse_low = ctx.saved_tensors
         if grad_out is None:
             if grad_lse is None:
-                return (None,) * 11
+                return (None,) * 13
             grad_out = torch.zeros_like(out)
         grad_query, grad_key, grad_value, grad_sinks = _varlen_backward(
             *(grad_out, grad_lse, *tensors, out, lse, lse_low),
             *(ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.options, ctx.deterministic),
         )
         grad_sinks = None if VarlenTensors(*tensors).sinks is None else grad_sinks
-        return grad_query, grad_key, grad_value, None, None, None, grad_sinks, None, None, None, None
+        return grad_query, grad_key, grad_value, None, None, None, grad_sinks, *(None,) * 6
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -265,13 +284,17 @@ class _VarlenBackward(Description):
 
     @staticmethod
     def inputs(*arguments):
-        *others, left, right, lower_right, scale, softcap, dropout_p, deterministic, tf32 = arguments
-        return *others, AttentionOptions(left, right, lower_right, scale, softcap, dropout_p, tf32), deterministic
+        (grad_out, grad_lse, *tensors), others = arguments[:10], arguments[10:15]
+        options, spans = arguments[15:23], arguments[23:]
+        left, right, lower_right, scale, softcap, dropout_p, deterministic, tf32 = options
+        options = AttentionOptions(left, right, lower_right, scale, softcap, dropout_p, tf32)
+        return grad_out, grad_lse, *VarlenTensors(*tensors, *spans), *others, options, deterministic
 
     @staticmethod
     def arguments(*inputs):
-        *others, options, deterministic = inputs
-        return *others, *options.for_backward(deterministic)
+        *tensors, query_spans, key_spans, out, lse, lse_low, max_seqlen_q, max_seqlen_k, options, deterministic = inputs
+        others = (out, lse, lse_low, max_seqlen_q, max_seqlen_k)
+        return *tensors, *others, *options.for_backward(deterministic), *given_spans(query_spans, key_spans)
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -290,7 +313,7 @@ class _VarlenBackward(Description):
         return (
             *(d_out, None if grad_lse is None else d_lse),
             *(d_grad_query, d_grad_key, d_grad_value, None, None, None, d_grad_sinks, None),
-            *(None,) * 7,  # out, lse, lse_low; max_seqlen_q, max_seqlen_k, options, deterministic
+            *(None,) * 9,  # spans; out, lse, lse_low; max_seqlen_q, max_seqlen_k, options, deterministic
         )
 
     @staticmethod
@@ -324,7 +347,11 @@ def _varlen_gradient_jvp(ctx, tensors, tangents, grad_out=None, grad_lse=None, d
 
     def dense_tensors(packed, queries, keys, slopes, rng):
         own = (dense(packed.query, queries), dense(packed.key, keys), dense(packed.value, keys))
-        return AttentionTensors(*own, mask=None, alibi_slopes=slopes, sinks=packed.sinks, rng=rng)
+        spans = (
+            None if given is None else given[:, rows].unsqueeze(0)
+            for given, rows in ((packed.query_spans, queries), (packed.key_spans, keys))
+        )
+        return AttentionTensors(*own, None, slopes, packed.sinks, rng, *spans)
 
     def unpadded(part):
         return part.squeeze(0).transpose(0, 1)

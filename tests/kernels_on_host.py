@@ -52,8 +52,8 @@ def compile_library(folder: Path, source: str, name: str, *options: str) -> Path
 
 def structure(name: str, fields: str) -> type[ctypes.Structure]:
     """A struct: `fields` has the type's letter before each name, and after it * n for an array."""
-    types = {"b": ctypes.c_int8, "q": ctypes.c_int64, "d": ctypes.c_double, "p": ctypes.c_void_p}
-    types |= {one: globals()[one] for one in ("View4", "CacheView", "Visibility") if one in globals()}
+    types = {"b": ctypes.c_int8, "i": ctypes.c_int32, "q": ctypes.c_int64, "d": ctypes.c_double, "p": ctypes.c_void_p}
+    types |= {one: globals()[one] for one in ("View4", "SpanView", "CacheView", "Visibility") if one in globals()}
     pairs = []
     for field in fields.split(", "):
         kind, name_of, *count = field.split()
@@ -62,6 +62,7 @@ def structure(name: str, fields: str) -> type[ctypes.Structure]:
 
 
 View4 = structure("View4", "p data, q stride * 4")
+SpanView = structure("SpanView", "p data, q stride * 3, i intervals")
 Visibility = structure("Visibility", "q left, q right, q offset")
 CacheView = structure(
     "CacheView",
@@ -73,7 +74,7 @@ AttentionProblem = structure(
     "b dtype, b mask_dtype, b tf32, q batch, q heads, q key_heads, q value_heads, q queries, q keys, q head_dim, q head_dim_v, "
     "q batch_begin, View4 query, View4 key, View4 value, View4 mask, p alibi_slopes, q alibi_stride * 2, p sinks, p rng, "
     "p query_starts, p key_starts, q total_queries, q total_keys, CacheView cache, Visibility visible, b lower_right, d scale, "
-    "d softcap, d dropout, View4 out, p lse, p lse_low, q lse_stride * 2",
+    "d softcap, d dropout, View4 out, p lse, p lse_low, q lse_stride * 2, SpanView query_spans, SpanView key_spans",
 )
 AttentionGradients = structure(
     "AttentionGradients",

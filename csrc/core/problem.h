@@ -39,6 +39,15 @@ struct Visibility {
   int64_t left = -1, right = -1, offset = 0;
 };
 
+// Intervals of keys that each query may see, or of queries that may see each key: int32 [batch, heads, rows, 2 * intervals],
+// each row [begin, end) or two of them, of which one with end <= begin is empty. The array is on the device, where the host
+// must not read it; bounds may lie outside of the sequence. No data: everything may be seen.
+struct SpanView {
+  const int32_t* data = nullptr;
+  int64_t stride[3] = {};  // of batch, head and row; the bounds of a row are neighbours
+  int intervals = 0;  // 1 or 2
+};
+
 // The cached keys of a problem. key and value are a pool of blocks, [blocks, heads, page, head_dim]. Entry e of a sequence's
 // row of `table` is the block of its keys [e * page, (e + 1) * page). Without a table, block n has all keys of sequence n. All
 // arrays are int32 in device memory: the host must not read them, and their values may be wrong (cache.h).
@@ -106,6 +115,10 @@ struct AttentionProblem {
   // in CUDA's backward pass zeros, out and lse then being those of more keys, perhaps.
   void* lse_low = nullptr;
   int64_t lse_stride[2] = {};  // of batch and head, for all arrays with one scalar per query
+
+  SpanView query_spans;  // [batch, heads, queries, ..]: the keys that a query may see
+  SpanView key_spans;  // [batch, heads, keys, ..]: the queries that may see a key
+  FLASH_ONLINE_HD bool has_spans() const { return query_spans.data || key_spans.data; }
 };
 
 FLASH_ONLINE_HD unsigned score_mods(const AttentionProblem& problem) {
@@ -195,6 +208,23 @@ constexpr int64_t lse_row(const MergeProblem& problem, int64_t row) {
 struct MergeGradients {
   const void* grad_out = nullptr;  // [rows, head_dim], contiguous
   const void* grad_lse = nullptr;  // [rows], accumulator type, contiguous
+};
+
+// A copy of a block of memory, of any strides: `unit` bytes (1, 2, 4, 8 or 16; addresses are multiples of it) at a time. Strides
+// count units.
+struct BlockCopy {
+  static constexpr int kDims = 5;
+  const char* from = nullptr;
+  char* to = nullptr;
+  int64_t size[kDims] = {1, 1, 1, 1, 1};  // at least 1 each
+  int64_t from_stride[kDims] = {}, to_stride[kDims] = {};
+  int unit = 1;
+
+  constexpr int64_t units() const {
+    int64_t product = 1;
+    for (const int64_t n : size) product *= n;
+    return product;
+  }
 };
 
 }  // namespace flash_online

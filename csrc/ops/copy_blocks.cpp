@@ -1,7 +1,6 @@
 // copy_blocks: packs the messages of a collective, and unpacks them. flash_online/distributed makes the plans.
 #include "../cpu/exchange/copy_blocks.h"
 
-#include "../core/block_copy.h"
 #include "../cuda/exchange/copy_blocks.h"
 #include "cuda_call.h"
 #include "operators.h"

@@ -17,11 +17,14 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   // dropped ([..., heads, queries], accumulator type). scale, here and below: None is 1 / sqrt(head_dim), for any head_dim that
   // a graph is run with. rng: int64[2] (seed, offset), needed if dropout_p > 0. tf32, here and below: float32 products on CUDA
   // may have fewer digits than float32, but no fewer than tf32; no effect elsewhere. deterministic: whether the derivative's
-  // backward pass must be reproducible; None asks torch at this call.
+  // backward pass must be reproducible; None asks torch at this call. query_spans, key_spans: int32 [..., 1 or heads, queries
+  // or keys, 2 or 4], the intervals of keys that a query may see, and of queries that may see a key; their batch dimensions may
+  // be 1.
   define(m,
          "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
          "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, "
-         "float dropout_p, bool tf32=False, bool? deterministic=None) -> (Tensor out, Tensor lse, Tensor lse_low)");
+         "float dropout_p, bool tf32=False, bool? deterministic=None, Tensor? query_spans=None, Tensor? key_spans=None) -> "
+         "(Tensor out, Tensor lse, Tensor lse_low)");
   // attention_forward's out alone, for a call without gradients and options.
   define(
       m,
@@ -44,27 +47,32 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
          "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
          "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, Tensor lse_low, SymInt window_left, "
          "SymInt window_right, bool lower_right, float? scale, float softcap, float dropout_p, bool mask_grad, "
-         "bool deterministic, bool tf32=False) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, "
-         "Tensor grad_sinks)");
+         "bool deterministic, bool tf32=False, Tensor? query_spans=None, Tensor? key_spans=None) -> (Tensor grad_query, "
+         "Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_sinks)");
   // Packed sequences: query, out [total queries, heads, head_dim], key and value [total keys, heads, head_dim], lse [heads,
   // total queries]. cu_seqlens_*: int32 [sequences + 1], the first row of each sequence and the end of the last. Only the
   // device reads them: values out of order or out of range raise no error and touch no other memory. A sequence longer than
-  // max_seqlen_* is cut. Padding rows have results and gradients of 0, and lse -inf.
+  // max_seqlen_* is cut. Spans [1 or heads, total, 2 or 4] count from a sequence's first query, or key. Padding rows have
+  // results and gradients of 0, and lse -inf.
   define(m,
          "attention_varlen_forward(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
          "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, "
          "SymInt window_right, bool lower_right, float? scale, float softcap, float dropout_p, bool tf32=False, "
-         "bool? deterministic=None) -> (Tensor out, Tensor lse, Tensor lse_low)");
+         "bool? deterministic=None, Tensor? query_spans=None, Tensor? key_spans=None) -> (Tensor out, Tensor lse, "
+         "Tensor lse_low)");
   define(m,
          "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
          "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, "
          "Tensor lse_low, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool lower_right, "
-         "float? scale, float softcap, float dropout_p, bool deterministic, bool tf32=False) -> (Tensor grad_query, "
-         "Tensor grad_key, Tensor grad_value, Tensor grad_sinks)");
+         "float? scale, float softcap, float dropout_p, bool deterministic, bool tf32=False, Tensor? query_spans=None, "
+         "Tensor? key_spans=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)");
   // The weights that dropout keeps: bool [batch, heads, queries, keys], from batch_begin and query_begin on.
   define(m,
          "attention_dropout_mask(Tensor rng, SymInt batch_begin, SymInt batch, SymInt heads, SymInt query_begin, "
          "SymInt queries, SymInt keys, float dropout_p) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
   // Attention over cached keys, without gradients: query [sequences, heads, length, head_dim], or with query_starts (int32
   // [sequences + 1]) packed; caches [blocks, key heads, page, head_dim], any strides, query's dtype, or float8 with 16-bit
   // queries. Entry e of a sequence's row of block_table (int32, column stride 1) is the block of its keys e * page and on;

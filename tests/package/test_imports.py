@@ -88,7 +88,7 @@ def test_a_submodule_import_leaves_the_function(name):
 def test_public_names_are_what_all_says():
     for name in flash_online.__all__:
         found = getattr(flash_online, name)
-        assert isinstance(found, types.ModuleType) == (name in ("functional", "reference", "testing")), name
+        assert isinstance(found, types.ModuleType) == (name in ("functional", "reference", "spans", "testing")), name
     assert {"explain", "functional", "reference", "testing"} <= {
         module.removeprefix("flash_online.") for module in sys.modules if module.startswith("flash_online.")
     }

@@ -91,6 +91,38 @@ inline void read_bool_mask(const AttentionProblem& problem, const QueryTile& que
   }
 }
 
+// Bits [begin - first, end - first) of 64.
+inline uint64_t bits_between(int64_t begin, int64_t end, int64_t first) {
+  const int64_t low = std::clamp<int64_t>(begin - first, 0, 64), high = std::clamp<int64_t>(end - first, 0, 64);
+  if (low >= high) return 0;
+  const uint64_t below = high == 64 ? ~uint64_t{0} : (uint64_t{1} << high) - 1;
+  return below & ~uint64_t{0} << low;
+}
+// The bits of 64 places from `first` on that lie in a row of spans.
+inline uint64_t bits_of_spans(const SpanView& spans, const int32_t* row, int64_t first) {
+  const uint64_t bits = bits_between(row[0], row[1], first);
+  return spans.intervals == 1 ? bits : bits | bits_between(row[2], row[3], first);
+}
+inline const int32_t* spans_of(const SpanView& spans, const QueryTile& query, int64_t row) {
+  return spans.data + query.batch * spans.stride[0] + query.head * spans.stride[1] + row * spans.stride[2];
+}
+
+// Clears the bits of visible[k] that spans hide, for key begin + k.
+inline void read_spans(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
+                       uint64_t* visible) {
+  if (problem.key_spans.data)
+    for (int64_t k = 0; k < count; ++k)
+      visible[k] &= bits_of_spans(problem.key_spans, spans_of(problem.key_spans, query, begin + k), query.first);
+  if (!problem.query_spans.data) return;
+  for (int64_t first = 0; first < count; first += 64) {
+    uint64_t word[64] = {};
+    for (int64_t i = 0; i < query.rows; ++i)
+      word[i] = bits_of_spans(problem.query_spans, spans_of(problem.query_spans, query, query.first + i), begin + first);
+    transpose_bits(word);
+    for (int64_t k = 0; k < std::min<int64_t>(64, count - first); ++k) visible[first + k] &= word[k];
+  }
+}
+
 // Returns the bits of the tile's queries that see a key by position. They are neighbours, since both bounds of keys_of grow
 // with the query.
 inline uint64_t visible_by_position(const Visibility& visible, const QueryTile& query, int64_t key) {
@@ -128,10 +160,11 @@ __attribute__((noinline)) bool load_mask(const AttentionProblem& problem, const 
                                          MaskTile<A>& mask) {
   mask.has_hidden = mask.has_bias = false;
   const bool all_visible = all_see(problem.visible, query.first, query.end(), begin, begin + count, problem.keys);
-  if (all_visible && !problem.mask.data) return true;
+  if (all_visible && !problem.mask.data && !problem.has_spans()) return true;
   for (int64_t k = 0; k < count; ++k)
     mask.visible[k] = all_visible ? ~uint64_t{0} : visible_by_position(problem.visible, query, begin + k);
   if (problem.mask.data && problem.mask_dtype == DType::kBool) read_bool_mask(problem, query, begin, count, mask.visible);
+  if (problem.has_spans()) read_spans(problem, query, begin, count, mask.visible);
 
   const uint64_t present = query.rows == kQueries ? ~uint64_t{0} : (uint64_t{1} << query.rows) - 1;
   uint64_t any = 0, all = ~uint64_t{0};

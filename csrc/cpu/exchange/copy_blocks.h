@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "../../core/block_copy.h"
+#include "../../core/problem.h"
 #include "../executor.h"
 
 namespace flash_online::cpu {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../../core/block_copy.h"
+#include "../../core/problem.h"
 
 struct CUstream_st;  // what a cudaStream_t points to
 

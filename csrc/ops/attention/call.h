@@ -26,6 +26,7 @@ inline double scale_of(std::optional<double> scale, int64_t head_dim) {
 struct AttentionInputs {
   const Tensor &query, &key, &value;
   const std::optional<Tensor>&mask, &alibi_slopes, &sinks, &rng;
+  const Tensor *query_spans = nullptr, *key_spans = nullptr;
 };
 
 // The indices of dimensions: dense tensors are [batch..., heads, rows, head_dim], packed ones [rows, heads, head_dim].
@@ -42,6 +43,33 @@ inline void check_devices(const AttentionInputs& in) {
   check_device(in.alibi_slopes, "alibi_slopes", in.query, "query");
   check_device(in.sinks, "sinks", in.query, "query");
   check_device(in.rng, "rng", in.query, "query");
+  if (in.query_spans) check_device(*in.query_spans, "query_spans", in.query, "query");
+  if (in.key_spans) check_device(*in.key_spans, "key_spans", in.query, "query");
+}
+
+// Checks spans [batch..., 1 or heads, rows, 2 or 4] for tensors with these batch dimensions and heads.
+inline void check_spans(const Tensor* spans, const char* name, const std::vector<int64_t>& batch_and_heads, int64_t rows) {
+  if (!spans) return;
+  const auto leading = static_cast<int64_t>(batch_and_heads.size());
+  check(spans->scalar_type() == ScalarType::Int, name, ": expected dtype int32, got ", name_of(spans->scalar_type()));
+  check(spans->dim() == leading + 2, name, ": expected ", leading + 2, " dimensions, got ", shape_of(*spans));
+  for (int64_t i = 0; i < leading; ++i)
+    check(spans->size(i) == 1 || spans->size(i) == batch_and_heads[i], name, ": expected 1 or ", batch_and_heads[i],
+          " in dimension ", i, ", got ", spans->size(i));
+  check(spans->size(leading) == rows, name, ": expected ", rows, " rows, got ", shape_of(*spans));
+  const int64_t bounds = spans->size(leading + 1);
+  check((bounds == 2 || bounds == 4) && spans->stride(leading + 1) == 1, name,
+        ": expected 2 or 4 bounds side by side in the last dimension, got ", shape_of(*spans));
+}
+
+// The view of spans but for its address and batch stride.
+inline SpanView view_of_spans(const Tensor& spans) {
+  const int64_t heads = spans.dim() - 3;
+  SpanView view;
+  view.stride[1] = spans.size(heads) == 1 ? 0 : spans.stride(heads);
+  view.stride[2] = spans.stride(heads + 1);
+  view.intervals = static_cast<int>(spans.size(heads + 2) / 2);
+  return view;
 }
 
 // Checks all inputs except the slopes, as their shape depends on the layout.
@@ -175,6 +203,8 @@ class DenseCall : public AttentionCall {
     problem_.lse_stride[0] = problem_.heads * problem_.queries;
     problem_.lse_stride[1] = problem_.queries;
     check_slopes(in, sink_sizes(), "[batch..., heads]");
+    check_spans(in.query_spans, "query_spans", sink_sizes(), problem_.queries);
+    check_spans(in.key_spans, "key_spans", sink_sizes(), problem_.keys);
   }
 
   std::vector<int64_t> sink_sizes() const {
@@ -218,6 +248,8 @@ class DenseCall : public AttentionCall {
     all[kGradSinks] = tensors.grad_sinks;
     all[kDelta] = tensors.delta;
     all[kWideDelta] = tensors.wide_delta;
+    all[kQuerySpans] = in_.query_spans;
+    all[kKeySpans] = in_.key_spans;
     std::vector<int64_t> sizes = sizes_of(in_.query);
     sizes.resize(dims_.batch_count());
     const Batches batches(std::span<const Tensor* const>(all), std::move(sizes));
@@ -247,6 +279,14 @@ class DenseCall : public AttentionCall {
         problem.alibi_stride[0] = batches.inner_stride(kSlopes);
         problem.alibi_stride[1] = in_.alibi_slopes->stride(dims_.heads);
       }
+      const auto set_spans = [&](TensorIndex index, SpanView& view) {
+        if (!all[index]) return;
+        view = view_of_spans(*all[index]);
+        view.data = all[index]->const_data_ptr<int32_t>() + batches.outer_offset(index, outer);
+        view.stride[0] = batches.inner_stride(index);
+      };
+      set_spans(kQuerySpans, problem.query_spans);
+      set_spans(kKeySpans, problem.key_spans);
       set_view(kOut, problem.out);
       problem.lse = pointer(kLse);
       problem.lse_low = pointer(kLseLow);
@@ -291,6 +331,8 @@ class DenseCall : public AttentionCall {
     kGradSinks,
     kDelta,
     kWideDelta,
+    kQuerySpans,
+    kKeySpans,
     kTensorCount
   };
 
@@ -321,6 +363,8 @@ class PackedCall : public AttentionCall {
     problem_.keys = std::min(longest_key, problem_.total_keys);
     problem_.lse_stride[1] = problem_.total_queries;
     check_slopes(in, sink_sizes(), "[sequences, heads]");
+    check_spans(in.query_spans, "query_spans", {problem_.heads}, problem_.total_queries);
+    check_spans(in.key_spans, "key_spans", {problem_.heads}, problem_.total_keys);
   }
 
   std::vector<int64_t> sink_sizes() const { return {problem_.batch, problem_.heads}; }
@@ -341,6 +385,13 @@ class PackedCall : public AttentionCall {
     set_view(&in_.query, problem.query);
     set_view(&in_.key, problem.key);
     set_view(&in_.value, problem.value);
+    const auto set_spans = [](const Tensor* tensor, SpanView& spans) {
+      if (!tensor) return;
+      spans = view_of_spans(*tensor);
+      spans.data = tensor->const_data_ptr<int32_t>();
+    };
+    set_spans(in_.query_spans, problem.query_spans);
+    set_spans(in_.key_spans, problem.key_spans);
     if (in_.alibi_slopes) {
       problem.alibi_slopes = in_.alibi_slopes->data_ptr();
       for (int64_t i = 0; i < 2; ++i) problem.alibi_stride[i] = in_.alibi_slopes->stride(i);

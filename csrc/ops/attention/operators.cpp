@@ -7,15 +7,16 @@
 namespace flash_online::ops {
 namespace {
 
+const Tensor* pointer_to(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
+
 template <class Device>
-std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                     const std::optional<Tensor>& mask,
-                                                     const std::optional<Tensor>& alibi_slopes,
-                                                     const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
-                                                     int64_t window_left, int64_t window_right, bool lower_right,
-                                                     std::optional<double> scale, double softcap, double dropout_p, bool tf32,
-                                                     std::optional<bool> /*deterministic*/) {
-  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+std::tuple<Tensor, Tensor, Tensor> attention_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
+    int64_t window_left, int64_t window_right, bool lower_right, std::optional<double> scale, double softcap, double dropout_p,
+    bool tf32, std::optional<bool> /*deterministic*/, const std::optional<Tensor>& query_spans,
+    const std::optional<Tensor>& key_spans) {
+  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng, pointer_to(query_spans), pointer_to(key_spans)};
   return forward<Device>(DenseCall(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
 }
 
@@ -25,8 +26,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const std::optional<Tensor>& mask, const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& rng, const Tensor& out, const Tensor& lse, const Tensor& lse_low, int64_t window_left,
     int64_t window_right, bool lower_right, std::optional<double> scale, double softcap, double dropout_p, bool mask_grad,
-    bool deterministic, bool tf32) {
-  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+    bool deterministic, bool tf32, const std::optional<Tensor>& query_spans, const std::optional<Tensor>& key_spans) {
+  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng, pointer_to(query_spans), pointer_to(key_spans)};
   const DenseCall call(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32});
   return backward<Device>(call, {grad_out, grad_lse, out, lse, &lse_low}, mask_grad, deterministic);
 }
@@ -115,9 +116,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_varlen_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
     const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
     int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right, bool lower_right,
-    std::optional<double> scale, double softcap, double dropout_p, bool tf32, std::optional<bool> /*deterministic*/) {
+    std::optional<double> scale, double softcap, double dropout_p, bool tf32, std::optional<bool> /*deterministic*/,
+    const std::optional<Tensor>& query_spans, const std::optional<Tensor>& key_spans) {
   const std::optional<Tensor> mask;
-  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng, pointer_to(query_spans), pointer_to(key_spans)};
   return forward<Device>(PackedCall(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                                     {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
 }
@@ -128,9 +130,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_backward(
     const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const std::optional<Tensor>& alibi_slopes,
     const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng, const Tensor& out, const Tensor& lse,
     const Tensor& lse_low, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right,
-    bool lower_right, std::optional<double> scale, double softcap, double dropout_p, bool deterministic, bool tf32) {
+    bool lower_right, std::optional<double> scale, double softcap, double dropout_p, bool deterministic, bool tf32,
+    const std::optional<Tensor>& query_spans, const std::optional<Tensor>& key_spans) {
   const std::optional<Tensor> mask;
-  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng, pointer_to(query_spans), pointer_to(key_spans)};
   const PackedCall call(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                         {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32});
   auto [grad_query, grad_key, grad_value, grad_mask, grad_sinks] =

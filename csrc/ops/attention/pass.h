@@ -82,9 +82,16 @@ class KvGradient {
   std::optional<Tensor> buffer_;
 };
 
+// Spans on CUDA: no kernel takes them yet. Python raises before (attention.py).
+inline void refuse_spans(const AttentionInputs& in) {
+  check(!in.query_spans && !in.key_spans, in.query_spans ? "query_spans" : "key_spans",
+        ": expected None on CUDA, where no kernel takes spans yet, got a tensor");
+}
+
 struct AttentionOnCuda : Cuda {
   template <class Call>
   static void run_forward(const Call& call, const PassTensors& tensors) {
+    refuse_spans(call.inputs());
     CudaCall on_cuda(call.inputs().query);
     call.for_each_problem(tensors, [&](const AttentionProblem& problem, const AttentionGradients&) {
       const cuda::Plan<cuda::ForwardPass> plan = cuda::plan_forward(problem);
@@ -94,6 +101,7 @@ struct AttentionOnCuda : Cuda {
 
   template <class Call>
   static void run_backward(const Call& call, PassTensors tensors, bool deterministic) {
+    refuse_spans(call.inputs());
     const Tensor& like = call.inputs().query;
     AttentionProblem whole = call.problem();  // as if all batch dimensions were one
     const int64_t rows = count_of(call.lse_sizes());
@@ -190,7 +198,7 @@ template <class Device, class Call>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Call& call, const BackwardInputs& in, bool mask_grad,
                                                             bool deterministic) {
   check_backward<Device>(call, in, mask_grad);
-  const auto& [query, key, value, mask, alibi_slopes, sinks, rng] = call.inputs();
+  const auto& [query, key, value, mask, alibi_slopes, sinks, rng, query_spans, key_spans] = call.inputs();
   const ScalarType type = query.scalar_type(), accumulator = accumulator_of(type);
   std::optional<Tensor> grad_lse;
   if (in.grad_lse) grad_lse = as_contiguous(*in.grad_lse);
