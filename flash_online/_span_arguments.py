@@ -58,5 +58,6 @@ def canonical_spans(
             f"{name}: expected tensors on the CPU, got CUDA, whose kernels do not take spans yet; flash_online.spans.to_mask "
             "makes a mask of them"
         )
-    spans = spans[(None,) * (len(batch_and_heads) + 2 - spans.dim())]
+    while spans.dim() < len(batch_and_heads) + 2:
+        spans = spans.unsqueeze(0)
     return spans if spans.stride(-1) == 1 else spans.contiguous()

@@ -77,6 +77,14 @@ def _placements(specs, placement) -> list:
     return [placement if hasattr(spec, "placements") else None for spec in specs]
 
 
+def _cut_spans(specs, dim: int, cut) -> list:
+    """Placements of the arguments behind an operator's tensors and results: spans, if there are any, are whole where they are
+    broadcast."""
+    from torch.distributed.tensor import Replicate
+
+    return [None if not hasattr(s, "placements") else cut if s.shape[dim] != 1 else Replicate() for s in specs]
+
+
 def _heads_can_be_cut(head_dim: int, *specs) -> bool:
     """Whether equal shards of the heads of query, key and value keep each group of query heads with its key head."""
     from torch.distributed.tensor import Shard
@@ -117,7 +125,9 @@ def _attention(outputs: int, backward: bool):
                 mask_grad = rest[9]  # after out, lse, lse_low and six options
                 results[3] = (cut if mask.shape[dim] != 1 else Partial()) if mask_grad else Replicate()
                 results[4] = Replicate() if sinks is None else sink if dim == head_dim else Partial()
-            found.append((results, [*inputs, *_placements(rest, cut)]))
+            of_results = 3 if backward else 0  # out, lse, lse_low
+            rest_cut = [*_placements(rest[:of_results], cut), *_cut_spans(rest[of_results:], dim, cut)]
+            found.append((results, [*inputs, *rest_cut]))
         return found
 
     return rules
@@ -144,7 +154,7 @@ def _varlen(backward: bool):
                 rest = rest[3:]
             else:
                 results = [Shard(1), lse, lse]
-            found.append((results, [*inputs, *_placements(rest, None)]))
+            found.append((results, [*inputs, *_cut_spans(rest, 0, Shard(0))]))
         return found
 
     return rules

@@ -121,6 +121,14 @@ def attention(us: Compared) -> None:
                 lambda q, k, v, a, s: flash_online.attention(q, k, v, alibi_slopes=a, sinks=s, softcap=2.0),
                 (q, k, v, slopes, sinks), [layout] * 3 + [heads] * 2,
             )  # fmt: skip
+    # Spans: of each head and sequence, and one for all.
+    q, k, v = leaf(4, 8, 20, 16), leaf(4, 4, 20, 16), leaf(4, 4, 20, 16)
+    each, one = torch.randint(0, 22, (4, 8, 20, 4), dtype=torch.int32), torch.randint(0, 22, (20, 2), dtype=torch.int32)
+    for cut in (Shard(0), Shard(1)):
+        us.check(
+            lambda q, k, v, s, t: flash_online.attention(q, k, v, query_spans=s, key_spans=t, return_lse=True),
+            (q, k, v, each, one), [everywhere(mesh, cut)] * 4 + [everywhere(mesh, WHOLE)],
+        )  # fmt: skip
     # Heads that cannot be cut so: 3 key heads over 2 ranks. DTensor gathers them; results are the same.
     q, k, v = leaf(2, 6, 20, 16), leaf(2, 3, 20, 16), leaf(2, 3, 20, 16)
     us.check(flash_online.attention, (q, k, v), [everywhere(mesh, Shard(1))] * 3, quiet=False)
@@ -143,6 +151,11 @@ def attention(us: Compared) -> None:
     us.check(
         lambda q, k, v, c, a, s: flash_online.varlen_attention(q, k, v, c, c, 15, 15, alibi_slopes=a, sinks=s),
         (q, k, v, starts, slopes, sinks), [heads] * 3 + [whole, heads, everywhere(mesh, Shard(0))],
+    )  # fmt: skip
+    by_head, by_key = torch.randint(0, 12, (8, 30, 4), dtype=torch.int32), torch.randint(0, 12, (30, 2), dtype=torch.int32)
+    us.check(
+        lambda q, k, v, c, s, t: flash_online.varlen_attention(q, k, v, c, c, 15, 15, query_spans=s, key_spans=t),
+        (q, k, v, starts, by_head, by_key), [heads] * 3 + [whole, everywhere(mesh, Shard(0)), whole],
     )  # fmt: skip
     # Partial results over disjoint keys.
     outs, lses = [leaf(4, 6, 5, 8) for _ in range(3)], [leaf(4, 6, 5) for _ in range(3)]
