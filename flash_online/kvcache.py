@@ -45,6 +45,7 @@ from ._canonicalize import (
 from ._checks import check_float, none_as_zero
 from ._ops import InvalidArgument, accumulator_of, below_autograd, direct_call, ops, surfaced
 from ._plain import NUMBERS, are_plain, are_plain_numbers, is_compiling
+from ._span_arguments import canonical_spans
 from .attention import default_scale
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class _Keywords(_MaskKeywords, total=False):
     rotary: Rotary | None
     key_scale: Tensor | None
     value_scale: Tensor | None
+    query_spans: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     num_splits: int | None
@@ -137,6 +139,7 @@ def kvcache_attention(
     value_scale: Tensor | None = None,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
+    query_spans: Tensor | None = None,
     softcap: float | None = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -170,6 +173,7 @@ def kvcache_attention(
         key_scale: float32, broadcastable to `[B, Hkv]`: factor of the cached keys; appended keys are divided by it.
             value_scale: the same for values.
         causal: as in `attention` with lower-right alignment, and so are `window`, `softcap`, `sinks`, `scale`, `return_lse`.
+        query_spans: as in `attention`, or of packed queries; they count from the cache's first key, leftpad included.
         alibi_slopes: `[Hq]` or `[B, Hq]`, positive slopes.
         num_splits: number of pieces of a sequence's keys (at most its blocks of 64 keys), which are merged in order, so that
             neither batch nor pages change the bits. None and 0: the kernel chooses (on the CPU independently of the batch too).
@@ -187,17 +191,16 @@ def kvcache_attention(
     """
     softcap = none_as_zero(softcap)
     plain = key is value is cache_batch_idx is leftpad is cu_seqlens_q is max_seqlen_q is cu_seqlens_new is rotary is None
-    plain = plain and key_scale is value_scale is alibi_slopes is sinks is out is None
+    plain = plain and key_scale is value_scale is alibi_slopes is sinks is out is query_spans is None
     if plain and causal is True and return_lse is False and type(softcap) in NUMBERS and not softcap:
         result = try_fast_path(query, key_cache, value_cache, cache_seqlens, block_table, window, scale, num_splits)
         if result is not None:
             return result
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     optional = {"key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out, "key_scale": key_scale}
-    optional["value_scale"] = value_scale
+    optional |= {"value_scale": value_scale, "query_spans": query_spans}
     check_types(tensors, optional, {"causal": causal, "return_lse": return_lse})
-    heads_dim = -3 if cu_seqlens_q is None else -2
-    check_attention_options(query, heads_dim, window, "lower_right", softcap, sinks, alibi_slopes, 0.0)
+    check_attention_options(query, -3 if cu_seqlens_q is None else -2, window, "lower_right", softcap, sinks, alibi_slopes, 0.0)
     _policy.require_kernel("kvcache_attention", **tensors)
     check_no_gradient(tensors, optional)
     query, key, value = autocast_cached(key_cache, query, key, value)
@@ -210,13 +213,12 @@ def kvcache_attention(
     embedding = RotaryEmbedding.of(rotary, query, batch)
     advance = causal or window is not None and tuple(window) != (None, None)
     if not is_compiling() and _checked.active:
-        packing = (cu_seqlens_q, longest, cu_seqlens_new)
         left, _ = window or (None, None)
-        _checked.check_cached(where, key_cache, query, key, *packing, embedding, advance, left)
+        _checked.check_cached(where, key_cache, query, key, cu_seqlens_q, longest, cu_seqlens_new, embedding, advance, left)
     starts = Starts(cu_seqlens_q, None, cu_seqlens_new)
+    options = _Options(causal, window, softcap, alibi_slopes, sinks, scale, query_spans=_spans_of(query_spans, query, starts))
     if key is not None or embedding is not None:
         query = _append(key_cache, value_cache, key, value, query, where, starts, scales, embedding, advance)
-    options = _Options(causal, window, softcap, alibi_slopes, sinks, scale)
     return _attend(query, key_cache, value_cache, where, starts, longest, new, scales, options, num_splits, return_lse, out)
 
 
@@ -306,6 +308,7 @@ def varlen_over_pools(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     return_lse: bool,
+    query_spans: Tensor | None,
     **options: Unpack[_VarlenKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """varlen_attention over cached keys, as documented there. The caller has checked types and options."""
@@ -339,8 +342,8 @@ def varlen_over_pools(
     lengths = seqused_k
     if cu_seqlens_k is not None:
         check_starts("cu_seqlens_k", cu_seqlens_k, query, batch)
-        spans = cu_seqlens_k.diff()
-        lengths = spans if seqused_k is None else seqused_k if paged else torch.minimum(seqused_k, spans)
+        packed = cu_seqlens_k.diff()
+        lengths = packed if seqused_k is None else seqused_k if paged else torch.minimum(seqused_k, packed)
     where = Where.of(batch, query, key_pool, lengths, block_table, None, None)
     if reads and paged:
         left, _ = options["window"] or (None, None)
@@ -353,10 +356,19 @@ def varlen_over_pools(
         if reads:
             _checked.check_used("seqused_q", seqused_q, "cu_seqlens_q", cu_seqlens_q)
         seqused_q = seqused_q.contiguous()
+    starts = Starts(cu_seqlens_q, seqused_q, None)
     return _attend(
-        query, key_pool, value_pool, where, Starts(cu_seqlens_q, seqused_q, None), max_seqlen_q, 0, NO_SCALES,
-        _Options(alibi_slopes=alibi_slopes, sinks=sinks, **options), num_splits, return_lse, out,
+        query, key_pool, value_pool, where, starts, max_seqlen_q, 0, NO_SCALES,
+        _Options(alibi_slopes=alibi_slopes, sinks=sinks, query_spans=_spans_of(query_spans, query, starts), **options),
+        num_splits, return_lse, out,
     )  # fmt: skip
+
+
+def _spans_of(spans: Tensor | None, query: Tensor, starts: Starts) -> Tensor | None:
+    """query_spans as the operators take them: [1 or B, 1 or Hq, L, 2 or 4], or of packed queries [1 or Hq, Tq, 2 or 4]."""
+    packed = starts.queries is not None
+    leading, length = (query.shape[1:2], query.shape[0]) if packed else (query.shape[:2], query.shape[2])
+    return canonical_spans("query_spans", spans, query, leading, length)
 
 
 class _Options(NamedTuple):
@@ -369,6 +381,7 @@ class _Options(NamedTuple):
     sinks: Tensor | None
     scale: float | None
     alignment: str = "lower_right"
+    query_spans: Tensor | None = None
 
 
 def _attend(
@@ -387,13 +400,14 @@ def _attend(
     scale = default_scale(query.shape[-1]) if options.scale is None else check_float("scale", options.scale)
     softcap, splits, lower_right = float(options.softcap), check_splits(num_splits), options.alignment == "lower_right"
     sinks = None if sinks is None else sinks.to(accumulator).contiguous()
+    spans = options.query_spans
     if out is not None:
         check_out(out, query, value_pool.shape[-1])
     is_decode = where.left is where.rows is starts.queries is starts.used is starts.new is scales.key is scales.value is None
-    is_decode = is_decode and alibi_slopes is sinks is out is None and options.causal and lower_right
+    is_decode = is_decode and alibi_slopes is sinks is out is spans is None and options.causal and lower_right
     is_decode = is_decode and not (new or softcap or return_lse)
     tensors = (query, key_pool, value_pool, *where, *starts, alibi_slopes, sinks, *scales)
-    arguments = (*tensors, new, longest, left, right, lower_right, scale, softcap, splits)
+    arguments = (*tensors, new, longest, left, right, lower_right, scale, softcap, splits, *(() if spans is None else (spans,)))
     try:
         if is_decode:
             return _decode(query, key_pool, value_pool, where.lengths, where.table, left, scale, splits)

@@ -309,6 +309,7 @@ def kvcache_attention(
     value_scale: Tensor | None = None,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
+    query_spans: Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -331,8 +332,9 @@ def kvcache_attention(
     `rotary` = (cos, sin[, interleaved[, offsets]]) rotates new keys as `cache_append` does, and query i at n_old + i, or at
     n_old where neither `causal` nor a bound of `window` is given; offsets [B] replaces n_old. The rotated query is rounded to
     its dtype. Cached keys are multiplied by `key_scale`, broadcast to [B, Hkv], and values by `value_scale`. `alibi_slopes` is
-    [Hq] or [B, Hq]. `num_splits` changes no value. A row that sees nothing is 0, its lse -inf or its sink; padding rows are 0
-    and -inf. `out` is written in place.
+    [Hq] or [B, Hq]. `query_spans` is as in `attention`, or as in `varlen_attention` with `cu_seqlens_q`; positions are counted
+    from the cache's first key, `leftpad` included. `num_splits` changes no value. A row that sees nothing is 0, its lse -inf or
+    its sink; padding rows are 0 and -inf. `out` is written in place.
 
     Raises RuntimeError if a tensor requires a gradient while gradients are on, ValueError for arguments that do not fit.
     """
@@ -351,15 +353,22 @@ def kvcache_attention(
         if key is not None:
             ends = cache.append(sequences_of(key, cu_seqlens_new), sequences_of(value, cu_seqlens_new), ends, rotary)
         result, lse, sequences = results_of(query, value_cache.shape[-1], cu_seqlens_q, max_seqlen_q)
+        if query_spans is not None and cu_seqlens_q is None:
+            own_spans = query_spans.expand(count, *query_spans.shape[-3:] if query_spans.dim() > 2 else query_spans.shape)
+        elif query_spans is not None:
+            own_spans = [query_spans[..., rows, :] for rows in packed_rows(cu_seqlens_q, query.shape[0], max_seqlen_q)]
         for n, (own, own_result, own_lse) in enumerate(sequences):
             queries = own.shape[1]
             if rotary is not None:
                 own = rotate(own, first[n] + torch.arange(queries) * moves, rotary).to(query.dtype)
             begin, end = seen_keys(queries, ends[n], causal=causal, window=window)
             keys, values = cache.read(n, max(begin, left[n]), end, query.dtype)
+            spans = None
+            if query_spans is not None:  # int64: the difference may be less than any int32
+                spans = own_spans[n].long() - max(begin, left[n])
             slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
             own_result[:], own_lse[:] = attention(
-                own, keys, values, causal=causal, alibi_slopes=slopes, return_lse=True, **shared
+                own, keys, values, causal=causal, query_spans=spans, alibi_slopes=slopes, return_lse=True, **shared
             )
         result = result if out is None else out.copy_(result)
     return (result, lse) if return_lse else result

@@ -119,7 +119,7 @@ def varlen_attention(
         alibi_slopes: `[Hq]` or `[sequences, Hq]`, positive slopes; no gradient.
         dropout_p: as in `attention`; the batch index of the random bits is the index of the sequence.
         block_table: int32 `[sequences, entries]`: key and value are pools of pages `[blocks, page, Hk, E]`, as in
-            `kvcache_attention`, and so is num_splits. A call with this or one of the next four is for inference.
+            `kvcache_attention`, and so is num_splits. Calls with this or one of the next four: inference, without key_spans.
         seqused_q: int32 `[sequences]`: number of used queries of each sequence; the rest get 0. seqused_k: number of used keys;
             with `block_table` cu_seqlens_k may then be None.
         out: a tensor for the result.
@@ -144,10 +144,10 @@ def varlen_attention(
         query_spans=query_spans, key_spans=key_spans,
     )  # fmt: skip
     if not (block_table is seqused_q is seqused_k is num_splits is out is None):
-        _check_over_pools(dropout_p, query_spans, key_spans)
+        _check_over_pools(dropout_p, key_spans)
         return varlen_over_pools(
             *(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_q, seqused_k),
-            *(num_splits, out, alibi_slopes, sinks, return_lse),
+            *(num_splits, out, alibi_slopes, sinks, return_lse, query_spans),
             **{"causal": causal, "window": window, "alignment": alignment, "softcap": softcap, "scale": scale},
         )
     query, key, value, _ = cast_and_check("varlen_attention", query, key, value, None, dropout_p)
@@ -175,13 +175,12 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_over_pools(dropout_p: float, query_spans: Tensor | None, key_spans: Tensor | None) -> None:
+def _check_over_pools(dropout_p: float, key_spans: Tensor | None) -> None:
     """Raises if a call over cached keys has an option that these do not take."""
     if dropout_p > 0:
         raise InvalidArgument(f"dropout_p: expected 0 over cached keys, got {dropout_p}")
-    for name, spans in (("query_spans", query_spans), ("key_spans", key_spans)):
-        if spans is not None:
-            raise NotImplementedError(f"{name}: expected None over cached keys, whose kernels do not take spans yet")
+    if key_spans is not None:
+        raise InvalidArgument("key_spans: expected None over cached keys, which take query_spans, got a tensor")
 
 
 def varlen_impl(

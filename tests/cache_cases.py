@@ -76,6 +76,7 @@ class CachedProblem:
     options: dict = field(default_factory=dict)  # causal, window, softcap, scale, num_splits
     alibi: int = 0  # the rank of the slopes, 0 for none
     sinks: bool = False
+    spans: int = 0  # the intervals of query_spans, 0 for none; which dimensions they have depends on the seed
     give_out: bool = False
     size: float = 1.0  # standard deviation of query, key and value
     whole: bool = False  # query and key are small whole numbers, so that their products are exact however large the scale is
@@ -154,7 +155,7 @@ class CachedProblem:
             options["rotary"] = self._rotary(count, choose, g)
             first = options["rotary"][3].tolist() if self.rotary_offsets else old
         query = self._rows(g, 0, self.heads[0], self.head_dims[0])
-        options |= self._new_rows(g) | self._head_inputs(g, count) | self.options
+        options |= self._new_rows(g) | self._head_inputs(g, count) | self._query_spans(g, query.shape) | self.options
         lengths = {"int": min(self.lengths[0][0], self.rows) if self.lengths else 0, "none": None}
         if self.count == "tensor":
             lengths["tensor"] = torch.tensor([length for length, _, _ in self.lengths], dtype=torch.int32).to(device)
@@ -281,6 +282,20 @@ class CachedProblem:
             if self.joined == "latent":
                 made["value_scale"] = made["key_scale"].clone()
         return made
+
+    def _query_spans(self, g, shape: torch.Size) -> dict:
+        if not self.spans:
+            return {}
+        packed, bounds = self.packed[0], 2 * self.spans
+        rows = shape[0] if packed else shape[2]
+        leading = [(), (1,), (shape[1],)]
+        if not packed:
+            leading += [(shape[0], 1), (shape[0], shape[1]), (1, shape[1])]
+        made = torch.randint(-3, self.rows + 4, (*leading[self.seed % len(leading)], rows, bounds), generator=g)
+        if self.spans == 1:  # or rows would see little
+            made = made.sort(-1).values
+        made[..., 1:2, :] = torch.tensor([-HUGE - 1, HUGE] * self.spans)
+        return {"query_spans": made.int()}
 
     # --- checks ---
 

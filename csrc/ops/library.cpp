@@ -81,18 +81,20 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
   // lower_right aligns the last query with the last key, else the first query is aligned with the first key. query_lengths: the
   // number of packed queries of a sequence that are used. All of these are int32, read on the device alone: any value is safe.
   // key_scale, value_scale: float32 [sequences, key heads]. splits: how many kv_splits each sequence's keys are cut into; 0:
-  // the kernel chooses. Padding rows have results of 0 and lse -inf.
+  // the kernel chooses. query_spans: as in attention_forward, or [1 or heads, rows, 2 or 4] of packed queries; they count from
+  // the cache's first key. Padding rows have results of 0 and lse -inf.
   define(m,
          "attention_cached(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? left, Tensor? rows, "
          "Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, Tensor? alibi_slopes, "
          "Tensor? sinks, Tensor? key_scale, Tensor? value_scale, SymInt new_keys, SymInt max_queries, SymInt window_left, "
-         "SymInt window_right, bool lower_right, float? scale, float softcap, SymInt splits) -> (Tensor out, Tensor lse)");
-  define(
-      m,
-      "attention_cached_(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? left, "
-      "Tensor? rows, Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, "
-      "Tensor? alibi_slopes, Tensor? sinks, Tensor? key_scale, Tensor? value_scale, SymInt new_keys, SymInt max_queries, "
-      "SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, SymInt splits) -> Tensor lse");
+         "SymInt window_right, bool lower_right, float? scale, float softcap, SymInt splits, Tensor? query_spans=None) -> "
+         "(Tensor out, Tensor lse)");
+  define(m,
+         "attention_cached_(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths, Tensor? left, "
+         "Tensor? rows, Tensor? block_table, Tensor? query_starts, Tensor? query_lengths, Tensor? new_starts, "
+         "Tensor? alibi_slopes, Tensor? sinks, Tensor? key_scale, Tensor? value_scale, SymInt new_keys, SymInt max_queries, "
+         "SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, SymInt splits, "
+         "Tensor? query_spans=None) -> Tensor lse");
   // attention_cached's out alone, for a step of decoding without new keys and options: causal, lower_right, each query
   // [sequences, heads, length, head_dim] over its sequence's keys [0, lengths[n]).
   define(m,

@@ -1,6 +1,6 @@
 """attention and varlen_attention with spans. On the CPU they have the bits of the same bool mask: results, gradients, dropout.
 Also derivatives of second order, forward mode, vmap, compiled and exported calls, and errors. tests/unit/test_spans.py has the
-functions that make spans."""
+functions that make spans, test_kvcache_spans.py calls over cached keys."""
 
 from __future__ import annotations
 
@@ -310,11 +310,6 @@ def test_errors_of_packed_calls(device):
     rows, starts = torch.randn(6, 4, 8), torch.tensor([0, 6], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="query_spans: expected the length 6"):
         flash_online.varlen_attention(rows, rows, rows, starts, starts, 6, 6, query_spans=GOOD[:5])
-    pool, used = torch.randn(2, 4, 4, 8), torch.tensor([6], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="query_spans: expected None over cached keys"):
-        flash_online.varlen_attention(
-            rows, pool, pool, starts, None, 6, 6, block_table=starts[None], seqused_k=used, query_spans=GOOD
-        )
 
 
 @pytest.mark.gpu

@@ -35,6 +35,18 @@ def packed(query: Tensor, key: Tensor, value: Tensor) -> None:
     assert_type(truth, tuple[Tensor, Tensor])
 
 
+def spanned(query: Tensor, key: Tensor, value: Tensor) -> None:
+    length = query.shape[-2]
+    ids = torch.zeros(query.shape[0], length, dtype=torch.int64)
+    assert_type(flash_online.attention(query, key, value, **flash_online.spans.documents(ids)), Tensor)
+    pair = flash_online.attention(query, key, value, **flash_online.spans.sink_window(1, 2, length), return_lse=True)
+    assert_type(pair, tuple[Tensor, Tensor])
+    assert_type(flash_online.spans.to_mask(length, length, **flash_online.spans.prefix(ids[:, 0], length)), Tensor)
+    bounds = torch.tensor([[0, 2]] * length, dtype=torch.int32)
+    lengths = torch.tensor([length] * query.shape[0], dtype=torch.int32)
+    assert_type(flash_online.kvcache_attention(query, key, value, lengths, query_spans=bounds, causal=False), Tensor)
+
+
 def cached(query: Tensor, cache: Tensor, lengths: Tensor) -> None:
     out = flash_online.kvcache_attention(query, cache, cache, lengths, window=(9, None), num_splits=2)
     assert_type(out, Tensor)
@@ -130,6 +142,7 @@ def main() -> None:
     query, hidden, weight = torch.randn(1, 2, 7, 8), torch.randn(5, 8), torch.randn(6, 8)
     logits, target = hidden @ weight.t(), torch.tensor([0, 1, 2, 3, 4])
     attentions(query, query, query, return_lse=True)
+    spanned(query, query, query)
     packed(*[query[0].transpose(0, 1)] * 3)
     rows(logits)
     losses(logits, hidden, weight, target)

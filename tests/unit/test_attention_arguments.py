@@ -1,4 +1,4 @@
-"""The named tuples of attention's arguments have the order of the operators' schemas."""
+"""The named tuples of attention's arguments have the order of the operators' schemas, where spans come last."""
 
 from __future__ import annotations
 
@@ -12,25 +12,33 @@ from flash_online._attention_arguments import AttentionGradients, AttentionOptio
 
 OPS = torch.ops.flash_online
 OPTIONS = AttentionOptions._fields
+SPANS = ["query_spans", "key_spans"]
 
 
 def names(operator) -> list[str]:
     return [argument.name for argument in operator.default._schema.arguments]
 
 
+def without_spans(kind) -> list[str]:
+    *fields, query_spans, key_spans = kind._fields
+    assert [query_spans, key_spans] == SPANS
+    return fields
+
+
 def test_forward_operators():
-    assert names(OPS.attention_forward) == [*AttentionTensors._fields, *OPTIONS]
+    assert names(OPS.attention_forward) == [*without_spans(AttentionTensors), *OPTIONS, *SPANS]
     lengths = ["max_seqlen_q", "max_seqlen_k"]
-    assert names(OPS.attention_varlen_forward) == [*VarlenTensors._fields, *lengths, *OPTIONS]
+    assert names(OPS.attention_varlen_forward) == [*without_spans(VarlenTensors), *lengths, *OPTIONS, *SPANS]
 
 
 def test_backward_operators():
     options, results = AttentionOptions(*OPTIONS), ["out", "lse", "lse_low"]
     gradients = ["grad_out", "grad_lse"]
     own = options.for_backward("mask_grad", "deterministic")
-    assert names(OPS.attention_backward) == [*gradients, *AttentionTensors._fields, *results, *own]
+    assert names(OPS.attention_backward) == [*gradients, *without_spans(AttentionTensors), *results, *own, *SPANS]
     lengths, own = ["max_seqlen_q", "max_seqlen_k"], options.for_backward("deterministic")
-    assert names(OPS.attention_varlen_backward) == [*gradients, *VarlenTensors._fields, *results, *lengths, *own]
+    tensors = without_spans(VarlenTensors)
+    assert names(OPS.attention_varlen_backward) == [*gradients, *tensors, *results, *lengths, *own, *SPANS]
     returned = [result.name.removeprefix("grad_") for result in OPS.attention_backward.default._schema.returns]
     assert returned == list(AttentionGradients._fields)
 

@@ -205,20 +205,26 @@ struct CachedItem {
   int64_t n, key_head, rows, begin, end;
 };
 
-// What a mask says about a block of keys, to each row of an item.
+// What a mask or spans say about a block of keys, to each row of an item.
 template <class A>
 struct BlockMask {
-  const std::byte* row[kRows];  // the mask of each row, from the sequence's first key on
-  uint32_t seen[kRows];  // bit k: whether the row sees key k of the block, by its position and by the mask
+  const std::byte* row[kRows];  // the mask of each row, from the sequence's first key on; null: there is none
+  const int32_t* spans[kRows];  // of each row; null: there are none
+  uint32_t seen[kRows];  // bit k: whether the row sees key k of the block, by its position, the mask and spans
   uint32_t seen_by_any;
   const A* bias[kRows];  // what a float mask adds to the row's scores; rows with the same mask share it. Null: a bool mask
   A values[kRows][kBlock];
 
   void find(const AttentionProblem& problem, const CachedItem& item, const Row* rows) {
     const int64_t (&stride)[4] = problem.mask.stride;
+    const SpanView& view = problem.query_spans;
     for (int64_t r = 0; r < item.rows; ++r) {
       const int64_t at = item.n * stride[0] + rows[r].head * stride[1] + rows[r].query * stride[2];
-      row[r] = static_cast<const std::byte*>(problem.mask.data) + at * size_of(problem.mask_dtype);
+      row[r] =
+          problem.mask.data ? static_cast<const std::byte*>(problem.mask.data) + at * size_of(problem.mask_dtype) : nullptr;
+      spans[r] = view.data ? view.data + item.n * view.stride[0] + rows[r].head * view.stride[1] +
+                                 (item.sequence.queries.begin + rows[r].query) * view.stride[2]
+                           : nullptr;
       bias[r] = nullptr;
     }
   }
@@ -321,16 +327,17 @@ uint32_t read_float_mask(const M* mask, int64_t stride, int64_t count, A* bias) 
   return bits;
 }
 
-// Loads the mask of keys [first, first + kBlock) for the rows of an item; returns whether any of them sees any of the keys.
+// Loads the mask, or the spans, of keys [first, first + kBlock) for the rows of an item; returns whether any of them sees any
+// of the keys.
 template <class A>
 __attribute__((noinline)) bool load_block_mask(const AttentionProblem& problem, const CachedItem& item, const Row* rows,
                                                int64_t first, BlockMask<A>& mask) {
   const int64_t count = std::min(kBlock, item.end - first), stride = problem.mask.stride[3];
-  uint32_t shown = 0;
+  uint32_t shown = ~uint32_t{0};
   mask.seen_by_any = 0;
   for (int64_t r = 0; r < item.rows; ++r) {
-    if (r > 0 && mask.row[r] == mask.row[r - 1])
-      mask.bias[r] = mask.bias[r - 1];
+    if (!mask.row[r] || (r > 0 && mask.row[r] == mask.row[r - 1]))
+      mask.bias[r] = r > 0 ? mask.bias[r - 1] : nullptr;
     else if (problem.mask_dtype == DType::kBool)
       shown = read_bool_mask(reinterpret_cast<const uint8_t*>(mask.row[r]) + first * stride, stride, count);
     else
@@ -339,6 +346,10 @@ __attribute__((noinline)) bool load_block_mask(const AttentionProblem& problem, 
         mask.bias[r] = mask.values[r];
       });
     mask.seen[r] = shown & seen_by_position(rows[r], first);
+    // Spans count from the cache's first key, which may be left of those that can be seen.
+    if (mask.spans[r])
+      mask.seen[r] &=
+          static_cast<uint32_t>(bits_of_spans(problem.query_spans, mask.spans[r], item.sequence.keys.begin + first));
     mask.seen_by_any |= mask.seen[r];
   }
   return mask.seen_by_any != 0;
@@ -598,11 +609,15 @@ bool is_readable_in_place(const ConstView4& view, int64_t head_dim) {
 
 template <class E>
 void absorb_cached_keys(const AttentionProblem& problem, const CachedItem& item, const CachedScratch<E>& tile) {
-  if (problem.cache.dtype == DType::kFloat8E4M3) return absorb_keys<E, Float8E4M3, false>(problem, item, tile);
-  if (problem.cache.dtype == DType::kFloat8E5M2) return absorb_keys<E, Float8E5M2, false>(problem, item, tile);
+  const bool masked = problem.mask.data || problem.query_spans.data;
+  const auto absorb_float8 = [&]<class C>(Type<C>) {
+    masked ? absorb_keys<E, C, false, true>(problem, item, tile) : absorb_keys<E, C, false>(problem, item, tile);
+  };
+  if (problem.cache.dtype == DType::kFloat8E4M3) return absorb_float8(Type<Float8E4M3>{});
+  if (problem.cache.dtype == DType::kFloat8E5M2) return absorb_float8(Type<Float8E5M2>{});
   const bool in_place =
       is_readable_in_place<E>(problem.key, problem.head_dim) && is_readable_in_place<E>(problem.value, problem.head_dim_v);
-  if (problem.mask.data)
+  if (masked)
     in_place ? absorb_keys<E, E, true, true>(problem, item, tile) : absorb_keys<E, E, false, true>(problem, item, tile);
   else
     in_place ? absorb_keys<E, E, true>(problem, item, tile) : absorb_keys<E, E, false>(problem, item, tile);

@@ -23,6 +23,7 @@ struct CachedOnCpu : Cpu {
 
 struct CachedOnCuda : Cuda {
   static void attend(const AttentionProblem& problem, const Tensor& like) {
+    check(!problem.has_spans(), "query_spans: expected None on CUDA, where no kernel takes spans yet, got a tensor");
     CudaCall call(like);
     const cuda::Plan<cuda::ForwardPass> plan = cuda::plan_cached(problem);
     plan.run(call.workspace(plan.workspace_bytes), call.stream());
@@ -45,9 +46,11 @@ std::tuple<Tensor, Tensor> attention_cached(const Tensor& query, const Tensor& k
                                             const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
                                             const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale,
                                             int64_t new_keys, int64_t max_queries, int64_t window_left, int64_t window_right,
-                                            bool lower_right, std::optional<double> scale, double softcap, int64_t splits) {
-  const CachedInputs in{query,        key_cache,     value_cache, lengths,      left,  rows,      block_table,
-                        query_starts, query_lengths, new_starts,  alibi_slopes, sinks, key_scale, value_scale};
+                                            bool lower_right, std::optional<double> scale, double softcap, int64_t splits,
+                                            const std::optional<Tensor>& query_spans) {
+  const CachedInputs in{query,        key_cache,   value_cache,  lengths,       left,
+                        rows,         block_table, query_starts, query_lengths, new_starts,
+                        alibi_slopes, sinks,       key_scale,    value_scale,   query_spans ? &*query_spans : nullptr};
   const CachedOptions options{new_keys, max_queries, window_left, window_right, lower_right, scale, softcap, splits};
   check_cached<Device>(in, options);
   const Tensor out = empty_in_order(cached_out_sizes(in), query.scalar_type(), query),
@@ -64,9 +67,11 @@ Tensor attention_cached_(const Tensor& out, const Tensor& query, const Tensor& k
                          const std::optional<Tensor>& new_starts, const std::optional<Tensor>& alibi_slopes,
                          const std::optional<Tensor>& sinks, const std::optional<Tensor>& key_scale,
                          const std::optional<Tensor>& value_scale, int64_t new_keys, int64_t max_queries, int64_t window_left,
-                         int64_t window_right, bool lower_right, std::optional<double> scale, double softcap, int64_t splits) {
-  const CachedInputs in{query,        key_cache,     value_cache, lengths,      left,  rows,      block_table,
-                        query_starts, query_lengths, new_starts,  alibi_slopes, sinks, key_scale, value_scale};
+                         int64_t window_right, bool lower_right, std::optional<double> scale, double softcap, int64_t splits,
+                         const std::optional<Tensor>& query_spans) {
+  const CachedInputs in{query,        key_cache,   value_cache,  lengths,       left,
+                        rows,         block_table, query_starts, query_lengths, new_starts,
+                        alibi_slopes, sinks,       key_scale,    value_scale,   query_spans ? &*query_spans : nullptr};
   const CachedOptions options{new_keys, max_queries, window_left, window_right, lower_right, scale, softcap, splits};
   check_cached<Device>(in, options);
   check(sizes_of(out) == cached_out_sizes(in), "out: expected query's shape with value_cache's width, got ", shape_of(out));

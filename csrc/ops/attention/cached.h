@@ -12,6 +12,7 @@ struct CachedInputs {
   const Tensor &query, &key_cache, &value_cache;
   const std::optional<Tensor>&lengths, &left, &rows, &block_table, &query_starts, &query_lengths, &new_starts, &alibi_slopes,
       &sinks, &key_scale, &value_scale;
+  const Tensor* query_spans = nullptr;
 };
 
 struct CachedOptions {
@@ -189,6 +190,9 @@ void check_cached(const CachedInputs& in, const CachedOptions& options) {
               in.sinks->is_contiguous(),
           "sinks: expected [", heads, "] of float32 (float64 for float64 inputs), got ", shape_of(*in.sinks));
   }
+  if (in.query_spans) check_device(*in.query_spans, "query_spans", in.query, "query");
+  check_spans(in.query_spans, "query_spans", packed ? std::vector<int64_t>{heads} : std::vector<int64_t>{batch, heads},
+              in.query.size(packed ? 0 : 2));
   check(options.softcap >= 0, "softcap: expected 0 (none) or more, got ", options.softcap);
   check(options.new_keys >= 0 && options.max_queries >= 0 && options.splits >= 0,
         "new_keys, max_queries, splits: expected 0 or more, got ", options.new_keys, ", ", options.max_queries, ", ",
@@ -230,6 +234,11 @@ AttentionProblem cached_problem(const CachedInputs& in, const CachedOptions& opt
     for (int64_t i = 0; i < 2; ++i) problem.alibi_stride[i] = in.alibi_slopes->stride(i);
   }
   if (in.sinks) problem.sinks = in.sinks->data_ptr();
+  if (in.query_spans) {
+    problem.query_spans = view_of_spans(*in.query_spans);
+    problem.query_spans.data = in.query_spans->const_data_ptr<int32_t>();
+    problem.query_spans.stride[0] = packed || in.query_spans->size(0) == 1 ? 0 : in.query_spans->stride(0);
+  }
   return problem;
 }
 
