@@ -52,7 +52,7 @@ SECTIONS = (
     ("Integrations: transformers", "", transformers, ["register", "fuse_loss"]),
     ("Integrations: PyTorch's operators", "", torch_sdpa, ["register", "activate", "restore"]),
     ("Integrations: diffusers", "", diffusers, ["register"]),
-    ("Integrations: callers of flash_attn", "", compat, ["install"]),
+    ("Integrations: callers of flash_attn and FlashMask", "", compat, ["install", "flashmask_attention"]),
     (
         "The references",
         "Plain PyTorch in any dtype: what tests compare with. Arguments are those of the functions above.",

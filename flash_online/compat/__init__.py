@@ -1,8 +1,9 @@
-"""FlashAttention's functions on flash_online's kernels, for programs that were written for FlashAttention.
+"""FlashAttention's functions on flash_online's kernels, for programs that were written for FlashAttention, and FlashMask's.
 
 from flash_online.compat.flash_attn import flash_attn_func             # FlashAttention-2's signatures and returns
 from flash_online.compat.flash_attn_interface import flash_attn_func   # FlashAttention-3's
 from flash_online.compat.flash_attn_cute import flash_attn_func        # FlashAttention-4's
+from flash_online.compat import flashmask_attention                    # FlashMask's
 flash_online.compat.install("flash_attn")                              # `import flash_attn` finds them, in this process
 """
 
@@ -17,8 +18,17 @@ from types import ModuleType
 from typing import NamedTuple
 
 from . import bert_padding, flash_attn, flash_attn_cute, flash_attn_interface
+from .flashmask import flashmask_attention
 
-__all__ = ["Installation", "bert_padding", "flash_attn", "flash_attn_cute", "flash_attn_interface", "install"]
+__all__ = [
+    "Installation",
+    "bert_padding",
+    "flash_attn",
+    "flash_attn_cute",
+    "flash_attn_interface",
+    "flashmask_attention",
+    "install",
+]
 
 
 class _Provided(NamedTuple):

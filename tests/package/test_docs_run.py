@@ -9,6 +9,7 @@ import inspect
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,12 @@ def test_blocks_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     threads, originals = torch.get_num_threads(), dict(flash_online.functional.ORIGINALS)
-    namespace = {"__name__": f"docs.{page.stem}"}
+    module = types.ModuleType(f"docs_of_{page.stem}")  # torch's tracers look a function's module up by its name
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     for line, source, reason in python_blocks(page):
         if reason is None:
             # The blank lines make the numbers of a traceback those of the page.
-            exec(compile("\n" * (line - 1) + source, page, "exec"), namespace)
+            exec(compile("\n" * (line - 1) + source, page, "exec"), module.__dict__)
     assert torch.get_num_threads() == threads
     assert all(getattr(torch.nn.functional, name) is function for name, function in originals.items()), "an enable() was left"
 
