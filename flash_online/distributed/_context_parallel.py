@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -22,13 +23,14 @@ from .._canonicalize import (
 )
 from .._checks import none_as_zero
 from .._ops import InvalidArgument, accumulator_of, below_autograd, ops
-from ..attention import Attention, AttentionKeywords, attention_impl, default_scale, is_deterministic, tf32_for
+from .._span_arguments import canonical_spans
+from ..attention import Attention, AttentionKeywords, SpanKeywords, attention_impl, default_scale, is_deterministic, tf32_for
 from ..varlen import varlen_impl
 from ._agreement import checked_on_all_ranks, numbered
 from ._gathered import Gathered, GatheredCall, groups_of
 from ._group import Group, group_of, is_traced
 from ._layout import check_layout
-from ._ulysses import head_groups, plan_heads, ulysses
+from ._ulysses import PerHead, head_groups, plan_heads, ulysses
 from ._ulysses_eager import EagerCall, takes, ulysses_eager
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 METHODS = ("auto", "ulysses", "gathered")
 
 
-class _Keywords(AttentionKeywords, total=False):
+class _Keywords(AttentionKeywords, SpanKeywords, total=False):
     """Keywords of both functions that do not change the return type, for type checkers."""
 
     group: dist.ProcessGroup | dist.DeviceMesh | None
@@ -74,6 +76,8 @@ def context_parallel_attention(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     alignment: str = "upper_left",
+    query_spans: Tensor | None = None,
+    key_spans: Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -97,6 +101,8 @@ def context_parallel_attention(
         layout: "zigzag" (n is even) or "contiguous", the layout of `shard`.
         causal: as in `attention`, like window, alignment (both agree for equal lengths), softcap, alibi_slopes, scale and
             return_lse. Slopes and sinks have all Hq heads, and the same values on all ranks.
+        query_spans: as in `attention`, but of the whole sequence, `[..., 1 or Hq, L, 2 or 4]`, the same on all ranks; key_spans
+            too.
         sinks: `[Hq]`. Its gradient is this rank's part, to be summed over the ranks like any weight gradient.
         dropout_p: 0: dropout is not supported.
         deterministic: as in `attention`.
@@ -122,7 +128,7 @@ def context_parallel_attention(
     found = group_of(group)
     options = {"causal": causal, "window": window, "alignment": alignment, "softcap": none_as_zero(softcap), "scale": scale}
     options |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p}
-    options |= {"return_lse": return_lse, "deterministic": deterministic}
+    options |= {"return_lse": return_lse, "deterministic": deterministic, "query_spans": query_spans, "key_spans": key_spans}
 
     def check():
         check_attention(query, key, value, None, -3, **options)
@@ -130,13 +136,16 @@ def context_parallel_attention(
         q, k, v, _, restore = canonicalize(*cast_and_check("attention", query, key, value, None, dropout_p))
         slopes = None if alibi_slopes is None else expand_slopes(alibi_slopes, q.shape[:-2]).flatten(0, -2)
         _check_rows(q.shape[-2], k.shape[-2], layout)
-        return _described("context_parallel_attention", query, key, value, method, layout, options), (q, k, v, slopes, restore)
+        spans = _whole_spans(q, q.shape[:-2], q.shape[-2] * found.ranks, query_spans, key_spans)
+        described = _described("context_parallel_attention", query, key, value, method, layout, options)
+        return described, (q, k, v, slopes, spans, restore)
 
-    q, k, v, slopes, restore = checked_on_all_ranks(found, check)
+    q, k, v, slopes, spans, restore = checked_on_all_ranks(found, check)
     batch = q.shape[:-3]
     if len(batch) > 1:
         q, k, v = (tensor.flatten(0, -4) for tensor in (q, k, v))
-    out, lse = _run(found, q, k, v, slopes, None, 0, method, layout, options)
+        spans = [None if one is None else _flat_batch(one, batch) for one in spans]
+    out, lse = _run(found, q, k, v, slopes, spans, None, 0, method, layout, options)
     if len(batch) > 1:
         out, lse = out.unflatten(0, batch), lse.unflatten(0, batch) if return_lse else None
     return (restore(out), restore(lse)) if return_lse else restore(out)
@@ -179,6 +188,8 @@ def context_parallel_varlen_attention(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     alignment: str = "lower_right",
+    query_spans: Tensor | None = None,
+    key_spans: Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -200,6 +211,7 @@ def context_parallel_varlen_attention(
         max_seqlen: at least the length of the longest document; None: the stream's length. A tight bound is faster.
         causal: as in `varlen_attention`, like window, alignment (both agree for equal lengths), softcap, scale and return_lse.
             alibi_slopes: `[Hq]` or `[documents, Hq]`.
+        query_spans: as in `varlen_attention`, of the whole stream, `[T, 2 or 4]` or `[1 or Hq, T, 2 or 4]`; key_spans too.
         sinks: as in `context_parallel_attention`, like dropout_p and deterministic.
 
     Returns:
@@ -215,7 +227,7 @@ def context_parallel_varlen_attention(
     found = group_of(group)
     options = {"causal": causal, "window": window, "alignment": alignment, "softcap": none_as_zero(softcap), "scale": scale}
     options |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p}
-    options |= {"return_lse": return_lse, "deterministic": deterministic}
+    options |= {"return_lse": return_lse, "deterministic": deterministic, "query_spans": query_spans, "key_spans": key_spans}
 
     def check():
         check_attention(query, key, value, None, -2, **options)
@@ -231,16 +243,17 @@ def context_parallel_varlen_attention(
         if alibi_slopes is not None:
             slopes = expand_slopes(alibi_slopes, (cu_seqlens.shape[0] - 1, q.shape[1]))
         _check_rows(q.shape[0], k.shape[0], layout)
+        spans = _whole_spans(q, q.shape[1:2], q.shape[0] * found.ranks, query_spans, key_spans)
         more = {"max_seqlen": max_seqlen, "cu_seqlens": f"{list(cu_seqlens.shape)} on {cu_seqlens.device.type}"}
         if cu_seqlens.is_cpu and not torch.compiler.is_compiling():
             more["cu_seqlens"] += f" {hash(tuple(cu_seqlens.tolist()))}"  # on CUDA reading it would wait for the GPU
         description = _described("context_parallel_varlen_attention", query, key, value, method, layout, options)
-        return description | more, (q, k, v, slopes)
+        return description | more, (q, k, v, slopes, spans)
 
-    q, k, v, slopes = checked_on_all_ranks(found, check)
+    q, k, v, slopes, spans = checked_on_all_ranks(found, check)
     length = q.shape[0] * found.ranks
     longest = length if max_seqlen is None else min(max_seqlen, length)
-    out, lse = _run(found, q, k, v, slopes, cu_seqlens.contiguous(), longest, method, layout, options)
+    out, lse = _run(found, q, k, v, slopes, spans, cu_seqlens.contiguous(), longest, method, layout, options)
     return (out, lse) if return_lse else out
 
 
@@ -260,6 +273,18 @@ def _check_rows(queries: int, keys: int, layout: str) -> None:
         raise InvalidArgument(f"key: expected query's {queries} rows (self-attention over ranks), got {keys}")
     if layout == "zigzag" and queries % 2:
         raise InvalidArgument(f"query: expected an even number of rows per rank (two chunks) in a zigzag layout, got {queries}")
+
+
+def _whole_spans(query: Tensor, leading, length: int, query_spans, key_spans) -> list[Tensor | None]:
+    """query_spans and key_spans of the whole sequence, as the operators take them."""
+    given = {"query_spans": query_spans, "key_spans": key_spans}
+    return [canonical_spans(name, spans, query, leading, length) for name, spans in given.items()]
+
+
+def _flat_batch(spans: Tensor, batch: Sequence[int]) -> Tensor:
+    """Spans of several batch dimensions with one, of size 1 if all sequences share them."""
+    shared = all(size == 1 for size in spans.shape[:-3])
+    return (spans if shared else spans.expand(*batch, *spans.shape[-3:])).flatten(0, -4)
 
 
 def _described(function: str, query, key, value, method: str, layout: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -337,7 +362,7 @@ def _mean_keys(length: int, left: int, right: int) -> int:
     return max(sum(seen), 1)
 
 
-def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layout: str, options: dict[str, Any]):
+def _run(group: Group, q, k, v, slopes, spans, starts, longest: int, method: str, layout: str, options: dict[str, Any]):
     """(out, lse or None) of tensors [B, H, n, E]; or [n, H, E] of a packed stream, of which `starts` is cu_seqlens, else
     None."""
     group = numbered(group)
@@ -356,21 +381,23 @@ def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layou
         else:
             method = _chosen((q.shape, k.shape, v.shape), q.dtype, group.ranks, layout, options["causal"], train)
     if method == "gathered":
-        call = GatheredCall(group, layout, shared._replace(lower_right=True), deterministic, packed, longest)
-        out, lse = Gathered.apply(call, *map(_rows_first, (q, k, v)), slopes, sinks, starts)
+        has_spans = any(one is not None for one in spans)
+        call = GatheredCall(group, layout, shared._replace(lower_right=True), deterministic, packed, longest, has_spans)
+        out, lse = Gathered.apply(call, *map(_rows_first, (q, k, v)), slopes, sinks, starts, *spans)
         return (out.squeeze(1), lse.squeeze(1).T) if packed else (out.permute(1, 2, 0, 3), lse.permute(1, 2, 0))
     # The kernels of packed sequences are as fast with one group.
     count = 1 if packed else head_groups(q, k, v, group.ranks, _mean_keys(q.shape[2] * group.ranks, left, right))
-    if count == 1 and takes(group, q, k, v, slopes, sinks, starts):
+    others = PerHead(slopes, sinks, *spans)
+    if count == 1 and takes(group, q, k, v, starts, *others):
         shared = shared._replace(deterministic=deterministic)
         call = EagerCall(group, layout, shared, deterministic, packed, longest, options["return_lse"])
-        return ulysses_eager(call, q, k, v, slopes, sinks, starts)
+        return ulysses_eager(call, q, k, v, others, starts)
     operator = _claimed_tiles if count > 1 and _is_static(q, left if left >= 0 else None) else None
     keywords = {"causal": options["causal"], "window": options["window"] or (None, None), "scale": scale}
     keywords |= {"softcap": float(options["softcap"]), "deterministic": deterministic, "lower_right": packed}
 
-    def attend(query, key, value, alibi, logits):
-        words = keywords | {"alibi_slopes": alibi, "sinks": logits}
+    def attend(query, key, value, own: PerHead):
+        words = keywords | own._asdict()
         if packed:
             rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
             out, lse = varlen_impl(*rows, starts, starts, longest, longest, **words)
@@ -382,7 +409,7 @@ def _run(group: Group, q, k, v, slopes, starts, longest: int, method: str, layou
 
     if packed:
         q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
-    out, lse = ulysses(q, k, v, slopes, sinks, group, layout, count, attend)
+    out, lse = ulysses(q, k, v, others, group, layout, count, attend)
     return (out.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)) if packed else (out, lse)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._attention_arguments import AttentionOptions
+from .._attention_arguments import AttentionOptions, given_spans
 from .._ops import accumulator_of, dense_strides_in_order, ops, surfaced
 from ._agreement import settle
 from ._group import Group, is_traced, start_all_gather, start_exchange, start_reduce_scatter, wait
@@ -34,6 +34,7 @@ class GatheredCall(NamedTuple):
     deterministic: bool
     packed: bool
     longest: int  # sequence of a packed stream
+    has_spans: bool = False
 
 
 class _Piece(NamedTuple):
@@ -45,7 +46,8 @@ class _Piece(NamedTuple):
     begin: int  # of this rank's rows
     end: int
     first: int  # position of `begin` in the whole sequence
-    at: int  # its first key, counted in the sequence; in a plan, in the keys that this rank gets
+    start: int  # position of its first key
+    at: int  # its first key, counted in the keys that this rank gets
     keys: int  # number of its keys
     front: int
     back: int
@@ -81,7 +83,7 @@ def _plan(call: GatheredCall, rows: int, has_alibi: bool) -> _Plan:
         return _Plan(rows * ranks, found, [], [])
     ranges = [_ranges(_pieces(call, rows, r, has_alibi)) for r in range(ranks)]
     chunks = [list(_rows(pieces_of(rows, r, ranks, call.layout))) for r in range(ranks)]
-    found = [piece._replace(at=_place(ranges[rank], piece.at)) for piece in found]
+    found = [piece._replace(at=_place(ranges[rank], piece.start)) for piece in found]
     seen = [_parts(chunks[r], ranges[rank]) for r in range(ranks)]
     most = max(sum(end - begin for begin, end in of_rank) for of_rank in ranges)
     return _Plan(most, found, seen, [_parts(chunks[rank], ranges[r]) for r in range(ranks)])
@@ -99,11 +101,11 @@ def _pieces(call: GatheredCall, rows: int, rank: int, has_alibi: bool) -> list[_
     length, options, found = rows * call.group.ranks, call.options, []
     left, right = options.window_left, options.window_right
     positions_count = has_alibi or left >= 0 or right >= 0
-    if not positions_count and not call.packed:
-        return [_Piece(0, rows, 0, 0, length, 0, 0, options)]
+    if not positions_count and not call.packed and not call.has_spans:
+        return [_Piece(0, rows, 0, 0, 0, length, 0, 0, options)]
     for row, (a, b) in _rows(pieces_of(rows, rank, call.group.ranks, call.layout)):
         if not positions_count:
-            found.append(_Piece(row, row + b - a, a, 0, length, 0, 0, options))
+            found.append(_Piece(row, row + b - a, a, 0, 0, length, 0, 0, options))
             continue
         end = length if right < 0 else min(b + right, length)
         start = max(a - left, 0) // KEY_STEP * KEY_STEP if _receives_less(call, rows) else 0
@@ -113,11 +115,12 @@ def _pieces(call: GatheredCall, rows: int, rank: int, has_alibi: bool) -> list[_
                 "window_left": left + shift if left >= 0 else left,
                 "window_right": right - shift if right >= 0 else right,
             }
-            found.append(_Piece(row, row + b - a, a, start, keys, 0, 0, own._replace(**bounds)))
+            found.append(_Piece(row, row + b - a, a, start, start, keys, 0, 0, own._replace(**bounds)))
         elif shift <= a - start:
-            found.append(_Piece(row, row + b - a, a, start, keys, 0, shift, own))
+            found.append(_Piece(row, row + b - a, a, start, start, keys, 0, shift, own))
         else:
-            found.append(_Piece(row, row + b - a, a, start, keys, a - start, 0, options._replace(lower_right=False)))
+            own = options._replace(lower_right=False)
+            found.append(_Piece(row, row + b - a, a, start, start, keys, a - start, 0, own))
     return found
 
 
@@ -133,7 +136,7 @@ def _ranges(found: list[_Piece]) -> list[tuple[int, int]]:
     """The ranges of the sequence that pieces see, ascending and disjoint."""
     ranges: list[tuple[int, int]] = []
     for piece in found:
-        begin, end = piece.at, piece.at + piece.keys
+        begin, end = piece.start, piece.start + piece.keys
         if ranges and begin <= ranges[-1][1]:
             ranges[-1] = ranges[-1][0], end
         else:
@@ -173,21 +176,23 @@ def groups_of(key: Tensor, value: Tensor, keys: int) -> int:
 
 
 class Gathered(Function):
-    """(call, query, key, value, slopes or None, sinks or None, cu_seqlens or None) -> (out, lse) of this rank's rows. Slopes
-    [batch or documents, heads] and sinks are in the accumulator's dtype."""
+    """(call, query, key, value, slopes or None, sinks or None, cu_seqlens or None, query_spans or None, key_spans or None) ->
+    (out, lse) of this rank's rows. Slopes [batch or documents, heads] and sinks are in the accumulator's dtype. Spans are those
+    of the whole sequence."""
 
     @staticmethod
-    def forward(ctx, call: GatheredCall, query, key, value, slopes, sinks, starts):
+    def forward(ctx, call: GatheredCall, query, key, value, slopes, sinks, starts, query_spans, key_spans):
         own = plan(call, query.shape[0], slopes is not None)
         count = groups_of(key, value, own.keys)
         outs, lses, lows = [], [], []
         for n, (k, v) in enumerate(_gathered(call, own, key, value, count)):
             q, alibi, logits = _group(query, n, count, 2), _group(slopes, n, count, -1), _group(sinks, n, count, 0)
-            results = [_forward(call, piece, q, k, v, alibi, logits, starts) for piece in own.pieces]
+            spans = [_of_heads(one, n, count) for one in (query_spans, key_spans)]
+            results = [_forward(call, piece, q, k, v, alibi, logits, starts, spans) for piece in own.pieces]
             for kept, parts in zip((outs, lses, lows), zip(*results, strict=True), strict=True):
                 kept.append(_joined(parts, 0))
         out, lse, low = _like(_joined(outs, 2), query), _joined(lses, 2), _joined(lows, 2)
-        ctx.save_for_backward(query, key, value, slopes, sinks, starts, out, lse, low)
+        ctx.save_for_backward(query, key, value, slopes, sinks, starts, query_spans, key_spans, out, lse, low)
         ctx.call, ctx.count = call, count
         ctx.set_materialize_grads(False)
         return out, lse
@@ -199,7 +204,7 @@ class Gathered(Function):
                 "flash_online.distributed: method 'gathered' has no second derivatives (create_graph=True); use 'ulysses'"
             )
         settle(ctx.call.group)
-        query, key, value, slopes, sinks, starts, out, lse, low = ctx.saved_tensors
+        query, key, value, slopes, sinks, starts, query_spans, key_spans, out, lse, low = ctx.saved_tensors
         call, count = ctx.call, ctx.count
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -208,7 +213,10 @@ class Gathered(Function):
         for n, (k, v) in enumerate(_gathered(call, own, key, value, count)):
             by_row = [_group(tensor, n, count, 2) for tensor in (grad_out, grad_lse, query, out, lse, low)]
             alibi, logits = _group(slopes, n, count, -1), _group(sinks, n, count, 0)
-            grad_query, grad_key_value, grad_logits = _backward_of_group(call, own.pieces, by_row, k, v, alibi, logits, starts)
+            spans = [_of_heads(one, n, count) for one in (query_spans, key_spans)]
+            grad_query, grad_key_value, grad_logits = _backward_of_group(
+                call, own.pieces, by_row, k, v, alibi, logits, starts, spans
+            )
             grad_queries.append(grad_query)
             grad_sinks.append(grad_logits)
             if wanted:
@@ -223,7 +231,7 @@ class Gathered(Function):
         return (
             *(None, _joined(grad_queries, 2), grad_key if ctx.needs_input_grad[2] else None),
             *(grad_value if ctx.needs_input_grad[3] else None, None),
-            *(None if sinks is None else torch.cat(grad_sinks), None),
+            *(None if sinks is None else torch.cat(grad_sinks), None, None, None),
         )
 
 
@@ -233,6 +241,11 @@ def _group(tensor: Tensor | None, n: int, count: int, dim: int) -> Tensor | None
         return tensor
     heads = tensor.shape[dim] // count
     return tensor.narrow(dim, n * heads, heads)
+
+
+def _of_heads(spans: Tensor | None, n: int, count: int) -> Tensor | None:
+    """Spans of group n of `count`. All heads may share their intervals."""
+    return spans if spans is None or spans.shape[-3] == 1 else _group(spans, n, count, -3)
 
 
 def _joined(parts, dim: int) -> Tensor:
@@ -350,6 +363,28 @@ def _starts(piece: _Piece, starts: Tensor) -> tuple[Tensor, Tensor]:
     return starts.clamp(first, first + piece.queries) - first, starts.clamp(max=piece.keys)  # packed: `at` is 0
 
 
+def _spans_of(call: GatheredCall, piece: _Piece, starts: Tensor | None, spans: list[Tensor | None]) -> tuple:
+    """query_spans and key_spans of a piece, as an operator's last arguments. Bounds are clamped before they are moved, as the
+    difference of two int32 may be none."""
+    query_spans, key_spans = spans
+    first = piece.first - piece.front
+    if query_spans is not None:
+        query_spans = query_spans[..., piece.first : piece.first + piece.end - piece.begin, :]
+        query_spans = torch.nn.functional.pad(query_spans, (0, 0, piece.front, piece.back))  # empty rows see nothing
+        if not call.packed:  # positions in documents do not change: their keys are here from the first one on
+            query_spans = query_spans.clamp(piece.start, piece.start + piece.keys) - piece.start
+    if key_spans is not None:
+        key_spans = key_spans[..., piece.start : piece.start + piece.keys, :]
+        if not call.packed:
+            key_spans = key_spans.clamp(first, first + piece.queries) - first
+        else:  # a document that begins before the piece has lost its queries up to `first`
+            keys = torch.arange(piece.keys, dtype=starts.dtype, device=starts.device)
+            document = torch.searchsorted(starts, keys, right=True).sub(1).clamp(min=0)
+            lost = (first - starts[document]).clamp(min=0)[:, None]
+            key_spans = torch.maximum(key_spans, lost) - lost
+    return given_spans(query_spans, key_spans)
+
+
 def _padded(piece: _Piece, rows: Tensor, fill: float = 0.0) -> Tensor:
     own = rows[piece.begin : piece.end]
     if not (piece.front or piece.back):
@@ -380,49 +415,50 @@ def _longest(call: GatheredCall, piece: _Piece) -> tuple[int, int]:
     return min(call.longest, piece.queries), min(call.longest, piece.keys)
 
 
-def _forward(call: GatheredCall, piece: _Piece, query, key, value, slopes, sinks, starts):
+def _forward(call: GatheredCall, piece: _Piece, query, key, value, slopes, sinks, starts, spans):
     """(out, lse, lse_low) of a piece's rows."""
     q, k, v = (_to_kernel(call, t) for t in (_padded(piece, query), *_keys_of(piece, key, value)))
+    options = *piece.options, *_spans_of(call, piece, starts, spans)
     try:
         if call.packed:
             tensors = (q, k, v, *_starts(piece, starts), slopes, sinks, None)
-            results = ops.attention_varlen_forward.default(*tensors, *_longest(call, piece), *piece.options)
+            results = ops.attention_varlen_forward.default(*tensors, *_longest(call, piece), *options)
         else:
-            results = ops.attention_forward.default(q, k, v, None, slopes, sinks, None, *piece.options)
+            results = ops.attention_forward.default(q, k, v, None, slopes, sinks, None, *options)
     except RuntimeError as error:
         raise surfaced(error, query) from None
     own = slice(piece.front, piece.queries - piece.back)
     return tuple(_from_kernel(call, result, lse=n > 0)[own] for n, result in enumerate(results))
 
 
-def _backward(call: GatheredCall, piece: _Piece, by_row, key, value, slopes, sinks, starts):
+def _backward(call: GatheredCall, piece: _Piece, by_row, key, value, slopes, sinks, starts, spans):
     """The gradients of a piece's queries, keys and values, and of sinks. Empty rows have lse -inf, so their weights are 0."""
     fills = (0.0, 0.0, 0.0, 0.0, float("-inf"), 0.0)
     rows = (None if t is None else _to_kernel(call, _padded(piece, t, f)) for t, f in zip(by_row, fills, strict=True))
     grad_out, grad_lse, q, out, lse, low = rows
     k, v = (_to_kernel(call, t) for t in _keys_of(piece, key, value))
-    kept = (out, lse.contiguous(), low.contiguous())
+    kept, own_spans = (out, lse.contiguous(), low.contiguous()), _spans_of(call, piece, starts, spans)
     try:
         if call.packed:
             tensors = (grad_out, grad_lse, q, k, v, *_starts(piece, starts), slopes, sinks, None, *kept)
             options = (*_longest(call, piece), *piece.options.for_backward(call.deterministic))
-            grad_query, grad_key, grad_value, grad_sinks = ops.attention_varlen_backward.default(*tensors, *options)
+            grad_query, grad_key, grad_value, grad_sinks = ops.attention_varlen_backward.default(*tensors, *options, *own_spans)
         else:
             tensors = (grad_out, grad_lse, q, k, v, None, slopes, sinks, None, *kept)
             options = piece.options.for_backward(False, call.deterministic)
-            grad_query, grad_key, grad_value, _, grad_sinks = ops.attention_backward.default(*tensors, *options)
+            grad_query, grad_key, grad_value, _, grad_sinks = ops.attention_backward.default(*tensors, *options, *own_spans)
     except RuntimeError as error:
         raise surfaced(error, q) from None
     grad_query, grad_key, grad_value = (_from_kernel(call, grad, lse=False) for grad in (grad_query, grad_key, grad_value))
     return grad_query[piece.front : piece.queries - piece.back], grad_key, grad_value, grad_sinks
 
 
-def _backward_of_group(call: GatheredCall, todo, by_row, key, value, slopes, sinks, starts):
+def _backward_of_group(call: GatheredCall, todo, by_row, key, value, slopes, sinks, starts, spans):
     """For one group of heads: the gradients of this rank's queries; the gradients of all keys and values, packed, summed over
     the pieces in float32; the gradients of sinks."""
     grad_queries, total, grad_sinks = [], None, None
     for piece in todo:
-        grad_query, grad_key, grad_value, own_sinks = _backward(call, piece, by_row, key, value, slopes, sinks, starts)
+        grad_query, grad_key, grad_value, own_sinks = _backward(call, piece, by_row, key, value, slopes, sinks, starts, spans)
         grad_queries.append(grad_query)
         own = torch.cat((grad_key.flatten(2), grad_value.flatten(2)), 2).to(accumulator_of(key.dtype))
         # Not summed in slices of one tensor: the compiler takes minutes for it. A piece's keys begin in those of the pieces

@@ -73,6 +73,25 @@ def head_groups(query: Tensor, key: Tensor, value: Tensor, ranks: int, keys: int
     return 2 if even and batch * heads * rows * keys >= GROUPED_SCORES else 1
 
 
+class PerHead(NamedTuple):
+    """What a call has for every query head beyond query, key and value, alike on all ranks: slopes [..., Hq], sinks [Hq], spans
+    [..., 1 or Hq, L, 2 or 4]. Each may be None."""
+
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    query_spans: Tensor | None = None
+    key_spans: Tensor | None = None
+
+    def of(self, heads: slice) -> PerHead:
+        """Views for these heads."""
+        slopes, sinks, *spans = self
+        return PerHead(
+            None if slopes is None else slopes[..., heads],
+            None if sinks is None else sinks[heads],
+            *(one if one is None or one.shape[-3] == 1 else one[..., heads, :, :] for one in spans),
+        )
+
+
 class Exchange(NamedTuple):
     """The group and rows of an exchange, and the heads of each rank, per tensor."""
 
@@ -114,16 +133,14 @@ def ulysses(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
+    others: PerHead,
     group: Group,
     layout: str,
     count: int,
     attend: Callable[..., tuple[Tensor, Tensor | None]],
 ) -> tuple[Tensor, Tensor | None]:
     """(out [B, Hq, n, Ev], lse [B, Hq, n] or None) of a rank's rows, its heads in `count` groups. `attend(query, key, value,
-    alibi_slopes, sinks)` is differentiable attention of whole sequences with lse [B, h, L] or None; the last dimension of
-    slopes is the heads."""
+    others)` is differentiable attention of whole sequences with lse [B, h, L] or None."""
     tensors = (query, key, value)
     plan = plan_heads(*(tensor.shape[1] for tensor in tensors), group.rank, group.ranks)
     splits = [_in_groups(split, count) for split in plan[:3]]
@@ -141,10 +158,8 @@ def ulysses(
         for members, exchanges, started in flights:
             strides = tuple(tensors[n].stride() for n in members)
             whole |= zip(members, FinishToHeads.apply(exchanges[g], strides, *started.pop(0)), strict=True)
-        begin, end = splits[0][g][group.rank]
-        slopes = None if alibi_slopes is None else alibi_slopes[..., begin:end]
-        logits = None if sinks is None else sinks[begin:end]
-        out, lse = _attend(plan, [whole.pop(n) for n in range(3)], slopes, logits, group.rank, attend)
+        own = others.of(slice(*splits[0][g][group.rank]))
+        out, lse = _attend(plan, [whole.pop(n) for n in range(3)], own, group.rank, attend)
         results += StartToRows.apply(Exchange(group, layout, splits[0][g : g + 1]), out)
         lses.append(lse)
     exchanges = tuple(Exchange(group, layout, (split,)) for split in splits[0])
@@ -170,10 +185,10 @@ def _by_group(flat: tuple[Tensor, ...], count: int) -> list[tuple[Tensor, ...]]:
     return [flat[g * size : (g + 1) * size] for g in range(count)]
 
 
-def _attend(plan: HeadPlan, whole: list[Tensor], slopes: Tensor | None, logits: Tensor | None, rank: int, attend):
+def _attend(plan: HeadPlan, whole: list[Tensor], others: PerHead, rank: int, attend):
     """The runs of a rank's heads, in order. A key head that two runs share is sliced twice."""
     if len(plan.runs) <= 1:
-        return attend(*whole, slopes, logits)
+        return attend(*whole, others)
     query, key, value = whole
     first_key, first_value = plan.key[rank][0], plan.value[rank][0]
     heads, keys, values = (max(e for _, e in ranges) for ranges in (plan.query, plan.key, plan.value))
@@ -185,8 +200,7 @@ def _attend(plan: HeadPlan, whole: list[Tensor], slopes: Tensor | None, logits: 
             query[:, own : own + count],
             key[:, k : k + key_count],
             value[:, v : v + value_count],
-            None if slopes is None else slopes[..., own : own + count],
-            None if logits is None else logits[own : own + count],
+            others.of(slice(own, own + count)),
         )
         outs.append(out)
         lses.append(lse)

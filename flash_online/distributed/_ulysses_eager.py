@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._attention_arguments import AttentionOptions
+from .._attention_arguments import AttentionOptions, given_spans
 from .._autograd import plain_apply, requires_grad, unwrap_if_dead
 from .._copies import BYTES, Copies, copied
 from .._ops import below_autograd, dense_strides_in_order, ops, surfaced
@@ -30,6 +30,7 @@ from ._ulysses import (
     Exchange,
     FinishToHeads,
     FinishToRows,
+    PerHead,
     StartToHeads,
     StartToRows,
     widened,
@@ -65,32 +66,34 @@ def takes(group: Group, query: Tensor, key: Tensor, value: Tensor, *others: Tens
     return all(tensor is None or type(tensor) in PLAIN for tensor in others)
 
 
-def ulysses_eager(call: EagerCall, query, key, value, slopes, sinks, starts) -> tuple[Tensor, Tensor | None]:
-    """(out, lse or None) of this rank's rows. Slopes [..., Hq] and sinks [Hq] are in the accumulator's dtype; `starts`:
-    cu_seqlens of a packed stream, else None."""
+def ulysses_eager(call: EagerCall, query, key, value, others: PerHead, starts) -> tuple[Tensor, Tensor | None]:
+    """(out, lse or None) of this rank's rows. Slopes and sinks are in the accumulator's dtype; `starts`: cu_seqlens of a packed
+    stream, else None."""
+    slopes, sinks, *spans = others
     try:
         if requires_grad((query, key, value, sinks)):
             tensors = (tensor if tensor is None else unwrap_if_dead(tensor) for tensor in (query, key, value, slopes, sinks))
-            out, lse, *_ = _apply(call, *tensors, starts)
+            out, lse, *_ = _apply(call, *tensors, starts, *spans)
         else:
-            (out, lse), _ = _forward(call, query, key, value, slopes, sinks, starts)
+            (out, lse), _ = _forward(call, query, key, value, others, starts)
         return out, lse
     except RuntimeError as error:
         raise surfaced(error, query) from None
 
 
-def _forward(call: EagerCall, query, key, value, slopes, sinks, starts):
-    """(out, lse or None) of this rank's rows; and of all rows and its heads query, key, value, slopes, out, lse and lse_low."""
-    inputs, heads = (query, key, value), call.own_heads(query.shape[1])
+def _forward(call: EagerCall, query, key, value, others: PerHead, starts):
+    """(out, lse or None) of this rank's rows; and of all rows and its heads query, key, value, slopes, spans, out, lse and
+    lse_low."""
+    inputs = (query, key, value)
     whole = _exchanged(call, "heads", inputs, inputs)
-    slopes, sinks = None if slopes is None else slopes[..., heads], None if sinks is None else sinks[heads]
+    slopes, sinks, *spans = others.of(call.own_heads(query.shape[1]))
     if call.packed:
         tensors = (*whole, starts, starts, slopes, sinks, None, call.longest, call.longest)
-        results = _run_varlen(*tensors, *call.options)
+        results = _run_varlen(*tensors, *call.options, *given_spans(*spans))
     else:
-        results = _run_dense(*whole, None, slopes, sinks, None, *call.options)
+        results = _run_dense(*whole, None, slopes, sinks, None, *call.options, *given_spans(*spans))
     rows = _exchanged(call, "rows", results[: 1 + call.return_lse], (query, None))
-    return (rows[0], rows[1] if call.return_lse else None), (*whole, slopes, *results)
+    return (rows[0], rows[1] if call.return_lse else None), (*whole, slopes, *spans, *results)
 
 
 _run_dense, _run_varlen = below_autograd(ops.attention_forward), below_autograd(ops.attention_varlen_forward)
@@ -98,16 +101,17 @@ _run_backward = below_autograd(ops.attention_backward), below_autograd(ops.atten
 
 
 class _Ulysses(Function):
-    """(call, query, key, value, slopes, sinks, starts) -> (out, lse or None; query, key and value of all rows and this rank's
-    heads).
+    """(call, query, key, value, slopes, sinks, starts, query_spans, key_spans) -> (out, lse or None; query, key and value of
+    all rows and this rank's heads).
 
     Nobody uses the last three, but the backward pass saves them as results. Where it is differentiated itself, their gradients
     come back to this Function, which exchanges them for those of the inputs: no input has to be saved."""
 
     @staticmethod
-    def forward(ctx, call: EagerCall, query, key, value, slopes, sinks, starts):
-        rows, (*whole, slopes, out, lse, low) = _forward(call, query, key, value, slopes, sinks, starts)
-        ctx.save_for_backward(*whole, slopes, sinks, starts, out, lse, low)
+    def forward(ctx, call: EagerCall, query, key, value, slopes, sinks, starts, query_spans, key_spans):
+        others = PerHead(slopes, sinks, query_spans, key_spans)
+        rows, (*whole, slopes, query_spans, key_spans, out, lse, low) = _forward(call, query, key, value, others, starts)
+        ctx.save_for_backward(*whole, slopes, sinks, starts, query_spans, key_spans, out, lse, low)
         ctx.call, ctx.inputs = call, tuple((tensor.shape, tensor.stride()) for tensor in (query, key, value))
         ctx.set_materialize_grads(False)
         frozen = [tensor for tensor, needed in zip(whole, ctx.needs_input_grad[1:4], strict=True) if not needed]
@@ -128,7 +132,7 @@ class _Ulysses(Function):
                 *grads, grad_sinks = _backward(ctx, saved, grad_out, grad_lse)
             except RuntimeError as error:
                 raise surfaced(error, given[0]) from None
-        return None, *grads, None, grad_sinks, None
+        return None, *grads, None, grad_sinks, None, None, None
 
 
 _apply = plain_apply(_Ulysses)
@@ -137,7 +141,7 @@ _apply = plain_apply(_Ulysses)
 def _backward(ctx, saved: list, grad_out, grad_lse) -> list[Tensor | None]:
     """The gradients of query, key, value and sinks, as far as they are needed. Empties `saved`."""
     call = ctx.call
-    given = [(grad, like) for grad, like in zip((grad_out, grad_lse), saved[6:8], strict=True) if grad is not None]
+    given = [(grad, like) for grad, like in zip((grad_out, grad_lse), saved[-3:-1], strict=True) if grad is not None]
     arrived = _exchanged(call, "heads", *zip(*given, strict=True))
     del given
     grad_lse = None if grad_lse is None else arrived.pop()
@@ -156,7 +160,8 @@ def _backward(ctx, saved: list, grad_out, grad_lse) -> list[Tensor | None]:
 def _of_heads(ctx, saved: list, dense: Callable, varlen: Callable, grad_out, grad_lse) -> tuple[list[Tensor], Tensor | None]:
     """The gradients of query, key and value of all rows and this rank's heads, by these operators, and that of sinks."""
     call = ctx.call
-    *whole, slopes, sinks, starts, out, lse, low = saved
+    *whole, slopes, sinks, starts, query_spans, key_spans, out, lse, low = saved
+    spans = given_spans(query_spans, key_spans)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     heads = call.own_heads(out.shape[1] * call.group.ranks)
@@ -164,10 +169,10 @@ def _of_heads(ctx, saved: list, dense: Callable, varlen: Callable, grad_out, gra
     if call.packed:
         tensors = (grad_out, grad_lse, *whole, starts, starts, slopes, own_sinks, None, out, lse, low)
         options = (call.longest, call.longest, *call.options.for_backward(call.deterministic))
-        *grads, grad_sinks = varlen(*tensors, *options)
+        *grads, grad_sinks = varlen(*tensors, *options, *spans)
     else:
         tensors = (grad_out, grad_lse, *whole, None, slopes, own_sinks, None, out, lse, low)
-        *grads, _, grad_sinks = dense(*tensors, *call.options.for_backward(False, call.deterministic))
+        *grads, _, grad_sinks = dense(*tensors, *call.options.for_backward(False, call.deterministic), *spans)
     if sinks is None or not ctx.needs_input_grad[5]:
         return grads, None
     return grads, torch.nn.functional.pad(grad_sinks, (heads.start, sinks.shape[0] - heads.stop))
@@ -175,7 +180,7 @@ def _of_heads(ctx, saved: list, dense: Callable, varlen: Callable, grad_out, gra
 
 def _differentiable_backward(ctx, saved: list, grad_out, grad_lse, grads_whole) -> list[Tensor | None]:
     """`_backward` in the differentiable steps of `ulysses`, and from the gradients of query, key and value of all rows too."""
-    call, (out, lse) = ctx.call, saved[6:8]
+    call, (out, lse) = ctx.call, saved[-3:-1]
 
     def whole(grad: Tensor | None, like: Tensor) -> Tensor | None:
         if grad is None:

@@ -55,6 +55,14 @@ DENSE = [
     ("E != Ev", (4, 2, 2), (24, 40), torch.float32, {"causal": True}),
     ("odd head dims", (4, 2, 2), (19, 7), torch.bfloat16, {"causal": True}),
     ("head dim 0", (4, 4, 4), (0, 16), torch.float32, {"causal": True}),
+    ("spans of queries", (4, 2, 2), (16, 16), torch.float32, {"spans": {"query_spans": (1, 1, 2)}}),
+    ("spans of keys per head", (4, 4, 4), (32, 32), torch.bfloat16, {"spans": {"key_spans": (2, 4, 4)}}),
+    ("spans of both, windows", (6, 3, 3), (16, 16), torch.float32,
+     {"spans": {"query_spans": (6, 4), "key_spans": (2, 1, 2)}, "window": (200, 30)}),
+    ("spans of both, all options", (8, 2, 2), (16, 16), torch.bfloat16,
+     {"spans": {"query_spans": (1, 8, 2), "key_spans": (2,)}, "causal": True, "sinks": True, "softcap": 4.0, "alibi": (8,)}),
+    ("spans, ALiBi, a window to the right", (4, 4, 4), (16, 16), torch.float32,
+     {"spans": {"query_spans": (2,), "key_spans": (4,)}, "alibi": (4,), "window": (40, 11)}),
 ]  # fmt: skip
 
 DOCUMENTS = {
@@ -76,12 +84,24 @@ PACKED = [
     ("padding", "padding", (4, 2), torch.float32, {"causal": True, "max_seqlen": 125}),
     ("padding, plain", "padding", (4, 2), torch.float16, {}),
     ("nothing but padding", "all padding", (4, 2), torch.float32, {"causal": True}),
+    ("spans of queries", "cut anywhere", (4, 2), torch.float32, {"spans": {"query_spans": (4,)}}),
+    ("spans of keys", "empty ones", (4, 2), torch.float32, {"spans": {"key_spans": (1, 2)}, "causal": True}),
+    ("spans of both per head", "padding", (4, 4), torch.bfloat16,
+     {"spans": {"query_spans": (4, 2), "key_spans": (4, 4)}, "window": (60, 20)}),
+    ("spans, ALiBi", "cut anywhere", (6, 3), torch.float32,
+     {"spans": {"query_spans": (6, 2), "key_spans": (2,)}, "alibi": (6,), "window": (90, 40), "sinks": True}),
 ]  # fmt: skip
 
 
-def made(options, heads):
+def made(options, heads, rows=ROWS):
     """The keywords of a call, and its sinks."""
-    keywords = {name: value for name, value in options.items() if name not in ("sinks", "alibi")}
+    keywords = {name: value for name, value in options.items() if name not in ("sinks", "alibi", "spans")}
+    g = torch.Generator().manual_seed(8)
+    for name, (*leading, bounds) in options.get("spans", {}).items():  # some bounds are out of range, and some extreme
+        made = torch.randint(-9, rows + 9, (*leading, rows, bounds), generator=g, dtype=torch.int32)
+        made = made.sort(-1).values
+        made[..., ::17, 0], made[..., ::23, -1] = -(2**31), 2**31 - 1
+        keywords[name] = made
     if "alibi" in options:
         keywords["alibi_slopes"] = slopes(*options["alibi"])
     return keywords, torch.linspace(-1, 2, heads).requires_grad_() if "sinks" in options else None
@@ -195,7 +215,11 @@ def check_random(rank, ranks):
             options["alibi"] = (heads,)
         if draw.random() < 0.3:
             options["sinks"] = True
-        keywords, sinks = made(options, heads)
+        if draw.random() < 0.4:
+            given = {"query_spans": draw.choice([(), (1,), (heads,)]), "key_spans": draw.choice([(), (1,), (heads,)])}
+            names = draw.choice([["query_spans"], ["key_spans"], list(given)])
+            options["spans"] = {name: (*given[name], draw.choice([2, 4])) for name in names}
+        keywords, sinks = made(options, heads, rows)
         keywords |= {"return_lse": True, "deterministic": True}
         torch.manual_seed(seed)
         counts = ((heads, width), (key_heads, width), (value_heads, width_v))

@@ -1,4 +1,4 @@
-"""This program runs the checks that test_context_parallel_attention.py names, on two and on four ranks: functions of the four
+"""This program runs the checks that test_context_parallel_attention.py names, on two and on four ranks: functions of the five
 files next to it that begin with `check_`, or `dead`. It prints "ok" and the name of each on every rank."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import sys
 import context_parallel_calls
 import context_parallel_cases
 import context_parallel_eager
+import context_parallel_spans
 import context_parallel_training
 import context_parallel_windows
 import torch
@@ -21,6 +22,7 @@ CHECKS = {
         context_parallel_training,
         context_parallel_eager,
         context_parallel_windows,
+        context_parallel_spans,
     )
     for name, function in vars(module).items()
     if name.startswith("check_")
