@@ -262,21 +262,29 @@ def test_exported(device):
 
 
 @CPU
-def test_what_is_built(device):
-    """The functions of flash_online.spans give what attention takes."""
-    g = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 4, 50, 16, generator=g) for _ in range(3))
-    ids = torch.tensor([[0] * 20 + [1] * 13 + [0] * 17, [5] * 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("unit", [1, 9])
+def test_what_is_built(unit, dtype, device):
+    """The functions of flash_online.spans give what attention takes. Of 450 rows many tiles are hidden, and many are whole."""
+    g, length = torch.Generator().manual_seed(0), 50 * unit
+    tensors = [torch.randn(2, heads, length, 16, generator=g).to(dtype) for heads in (4, 2, 2)]
+    ids = torch.tensor([[0] * 20 + [1] * 13 + [0] * 17, [5] * 50]).repeat_interleave(unit, 1)
+    branch = [-1, *range(24 * unit), 3 * unit, *range(24 * unit + 1, length - 1)]
+    row = torch.arange(length)
+    two = torch.stack([row // 64 * 0, row // 64 * 0 + 10, row // 64 * 64, row // 64 * 64 + 64], -1).int()
     for words in (
         spans.documents(ids),
-        spans.prefix(torch.tensor([7, 50]), 50),
-        spans.padding(torch.tensor([0, 31]), 50),
-        spans.sink_window(4, 9, 50),
-        spans.shared_prefix(torch.tensor([0, 10, 25, 44], dtype=torch.int32), 50),
-        spans.tree(torch.tensor([[-1, *range(24), 3, *range(25, 49)], [-1] * 50])),
+        spans.prefix(torch.tensor([7, 50]) * unit, length),
+        spans.padding(torch.tensor([0, 31]) * unit, length),
+        spans.sink_window(4, 9 * unit, length),
+        spans.shared_prefix(torch.tensor([0, 10, 25, 44], dtype=torch.int32) * unit, length),
+        spans.tree(torch.tensor([branch, [-1] * length])),
+        {"query_spans": two},  # whole and hidden tiles of two intervals
+        {"key_spans": two.flip(-2), "query_spans": spans.padding(torch.tensor([9, 40]) * unit, length)["query_spans"]},
     ):
-        expected = flash_online.attention(query, key, value, mask=spans.to_mask(50, 50, **words))
-        torch.testing.assert_close(flash_online.attention(query, key, value, **words), expected)
+        same = {"mask": spans.to_mask(length, length, **words), "causal": words.get("causal", False)}
+        for one, other in zip(*(run(flash_online.attention, tensors, **which) for which in (words, same)), strict=True):
+            assert torch.equal(one, other), sorted(words)
 
 
 GOOD = torch.zeros(6, 2, dtype=torch.int32)
@@ -341,4 +349,4 @@ def test_cuda_says_that_it_has_no_kernel():
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])
 def test_lesser_instruction_sets(instruction_set):
     skip_unless_lesser(instruction_set)
-    run_tests(instruction_set, __file__, "-k", "bits_of_the_same_mask or odd_lengths or packed")
+    run_tests(instruction_set, __file__, "-k", "bits_of_the_same_mask or odd_lengths or packed or what_is_built")

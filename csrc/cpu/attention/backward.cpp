@@ -2,7 +2,7 @@
 // recomputed, a tile at a time. The algorithm is FlashAttention's (arXiv 2205.14135, appendix B.4), with keys in the outer
 // loop.
 //
-// A work item is a span of keys, of all heads that share these keys or values. It alone writes the gradients of its keys and
+// A work item is a chunk of keys, of all heads that share these keys or values. It alone writes the gradients of its keys and
 // values. The items add to the gradients of a tile of queries in the order of their keys, for which each tile has a semaphore.
 // The results therefore do not depend on the number of threads.
 #include <atomic>
@@ -133,23 +133,23 @@ void fill_delta(const AttentionProblem& problem, const AttentionGradients& gradi
 // The number of groups of heads; the heads of a group share keys or values.
 int64_t kv_groups(const AttentionProblem& problem) { return std::gcd(problem.key_heads, problem.value_heads); }
 
-constexpr int64_t kMaxSpanKeys = 4 * kKeys;
+constexpr int64_t kMaxChunkKeys = 4 * kKeys;
 
 // The number of keys that a work item owns: many, since each item loads all queries again, but few enough that every thread
 // gets an item. It depends on the sequence's number of keys alone, as it sets the order of sums: the gradients of a head must
 // not depend on the number of heads or sequences in a call.
-int64_t span_of(const AttentionProblem& problem) { return std::clamp(round_up(problem.keys, kKeys), kKeys, kMaxSpanKeys); }
+int64_t chunk_of(const AttentionProblem& problem) { return std::clamp(round_up(problem.keys, kKeys), kKeys, kMaxChunkKeys); }
 
 // Returns whether one work item has all keys that the tile's queries see. It then knows the row sums before it uses a gradient.
-bool is_in_one_span(const AttentionProblem& problem, const QueryTile& query) {
+bool is_in_one_chunk(const AttentionProblem& problem, const QueryTile& query) {
   const KeyRange range = keys_of_any(problem.visible, query.first, query.end(), problem.keys);
-  const int64_t span = span_of(problem);
-  return range.begin >= range.end || range.begin / span == (range.end - 1) / span;
+  const int64_t chunk = chunk_of(problem);
+  return range.begin >= range.end || range.begin / chunk == (range.end - 1) / chunk;
 }
 
-CpuTileList key_spans(const AttentionProblem& call, ScratchAllocator& allocator) {
+CpuTileList key_chunks(const AttentionProblem& call, ScratchAllocator& allocator) {
   return CpuTileList(call, allocator, [](const SequenceProblem& sequence) {
-    return ceil_div(sequence.problem.keys, span_of(sequence.problem));
+    return ceil_div(sequence.problem.keys, chunk_of(sequence.problem));
   });
 }
 
@@ -231,7 +231,7 @@ void store_mask_gradient(const AttentionGradients& gradients, const QueryTile& q
 
 // The gradient of a mask that has a row for each query and a column for each key. If each head of each batch has its own mask,
 // tiles are written as they are computed. Otherwise they are summed over the heads and batches that share the mask: there is a
-// sum [keys, kQueries] for each tile of queries, and a semaphore for each of its spans of keys counts the heads that have
+// sum [keys, kQueries] for each tile of queries, and a semaphore for each of its chunks of keys counts the heads that have
 // added.
 template <class E>
 struct MaskGradients {
@@ -239,7 +239,7 @@ struct MaskGradients {
   const AttentionGradients& gradients;
   A* accum = nullptr;
   std::atomic<int32_t>* semaphore = nullptr;
-  int64_t tiles, spans, span, keys;
+  int64_t tiles, chunks, chunk, keys;
   bool wanted, sums_batches, sums_heads;
   int64_t mask_heads;
 
@@ -248,11 +248,11 @@ struct MaskGradients {
     const int64_t* size = gradients.mask_size;
     wanted = gradients.grad_mask.data && size[2] == problem.queries && size[3] == problem.keys;
     sums_batches = size[0] != problem.batch, sums_heads = size[1] != problem.heads, mask_heads = size[1];
-    tiles = ceil_div(problem.queries, kQueries), span = span_of(problem), spans = ceil_div(problem.keys, span),
+    tiles = ceil_div(problem.queries, kQueries), chunk = chunk_of(problem), chunks = ceil_div(problem.keys, chunk),
     keys = problem.keys;
     if (!wanted || (!sums_batches && !sums_heads)) return;
     accum = allocator.take<A>(size[0] * size[1] * tiles * keys * kQueries);
-    semaphore = allocator.take<std::atomic<int32_t>>(size[0] * size[1] * tiles * spans);
+    semaphore = allocator.take<std::atomic<int32_t>>(size[0] * size[1] * tiles * chunks);
   }
   int64_t planes() const { return gradients.mask_size[0] * gradients.mask_size[1]; }
   int64_t tile_of(const QueryTile& query) const {
@@ -261,18 +261,18 @@ struct MaskGradients {
   }
   A* at(const QueryTile& query, int64_t key) const { return accum + (tile_of(query) * keys + key) * kQueries; }
 
-  // Called before the first share of a tile in a span: waits until the heads and batches before this one have added theirs.
+  // Called before the first share of a tile in a chunk: waits until the heads and batches before this one have added theirs.
   // DqAccumulator::add says why waiting cannot deadlock.
   void begin(const AttentionProblem& problem, const QueryTile& query, int64_t index) const {
     if (!accum) return;
     const int32_t before = static_cast<int32_t>((sums_batches ? query.batch * (sums_heads ? problem.heads : 1) : 0) +
                                                 (sums_heads ? query.head : 0));
-    const std::atomic<int32_t>& now = semaphore[tile_of(query) * spans + index];
+    const std::atomic<int32_t>& now = semaphore[tile_of(query) * chunks + index];
     while (now.load(std::memory_order_acquire) != before) std::this_thread::yield();
-    if (before == 0) std::fill(at(query, index * span), at(query, std::min((index + 1) * span, keys)), A(0));
+    if (before == 0) std::fill(at(query, index * chunk), at(query, std::min((index + 1) * chunk, keys)), A(0));
   }
   void end(const QueryTile& query, int64_t index) const {
-    if (accum) semaphore[tile_of(query) * spans + index].fetch_add(1, std::memory_order_release);
+    if (accum) semaphore[tile_of(query) * chunks + index].fetch_add(1, std::memory_order_release);
   }
   // Adds a share; `share` is null for keys that no query sees.
   void add(const QueryTile& query, int64_t key, int64_t count, const A* share) const {
@@ -283,9 +283,9 @@ struct MaskGradients {
   }
   // Writes the sums of a tile to the gradient.
   void finish(const QueryTile& query) const {
-    for (int64_t index = 0; index < spans; ++index) {
-      const int64_t first = index * span, count = std::min(span, keys - first);
-      const bool is_visible = semaphore[tile_of(query) * spans + index].load(std::memory_order_relaxed) != 0;
+    for (int64_t index = 0; index < chunks; ++index) {
+      const int64_t first = index * chunk, count = std::min(chunk, keys - first);
+      const bool is_visible = semaphore[tile_of(query) * chunks + index].load(std::memory_order_relaxed) != 0;
       store_mask_gradient(gradients, query, first, count, is_visible ? at(query, first) : nullptr);
     }
   }
@@ -295,24 +295,24 @@ template <class E>
 struct BackwardScratch : GradientScratch<E> {
   using A = Accumulator<E>;
   using F = Operand<E>;
-  F *keys, *values;  // the rows of a span, where they are copied: [span, operand_pitch(head_dim or head_dim_v)]
-  F* key_columns;  // paired: [span / kKeys, padded(head_dim), kKeys]
+  F *keys, *values;  // the rows of a chunk, where they are copied: [chunk, operand_pitch(head_dim or head_dim_v)]
+  F* key_columns;  // paired: [chunk / kKeys, padded(head_dim), kKeys]
   F* pairs;  // paired: a buffer [kKeys / 2, padded(head_dim)] pairs
   F *query_rows, *grad_out_rows;  // [kQueries, padded(head_dim)], [kQueries, padded(head_dim_v)]; paired by columns
   F *weight_rows, *grad_rows;  // paired: [kKeys, kQueries] each
   F* grad_pairs;  // paired: [kKeys / 2, kQueries] pairs
   A* grad_query;  // a DqTile
   bool* is_visible;  // [tiles]
-  A *grad_key, *grad_value;  // [heads of the group, span, padded(head_dim or head_dim_v)]
+  A *grad_key, *grad_value;  // [heads of the group, chunk, padded(head_dim or head_dim_v)]
 
-  BackwardScratch(const AttentionProblem& problem, int64_t span, ScratchAllocator& allocator)
-      : GradientScratch<E>(problem, allocator, span / kKeys) {
+  BackwardScratch(const AttentionProblem& problem, int64_t chunk, ScratchAllocator& allocator)
+      : GradientScratch<E>(problem, allocator, chunk / kKeys) {
     const int64_t groups = kv_groups(problem);
     const int64_t padded_head_dim = padded(problem.head_dim), padded_head_dim_v = padded(problem.head_dim_v);
-    keys = allocator.take<F>(span * operand_pitch<F>(problem.head_dim));
-    values = allocator.take<F>(span * operand_pitch<F>(problem.head_dim_v));
+    keys = allocator.take<F>(chunk * operand_pitch<F>(problem.head_dim));
+    values = allocator.take<F>(chunk * operand_pitch<F>(problem.head_dim_v));
     constexpr int64_t paired = kPaired<F> ? 1 : 0;
-    key_columns = allocator.take<F>(paired * span * padded_head_dim);
+    key_columns = allocator.take<F>(paired * chunk * padded_head_dim);
     pairs = allocator.take<F>(paired * kKeys * padded_head_dim);
     query_rows = allocator.take<F>(kQueries * padded_head_dim);
     grad_out_rows = allocator.take<F>(kQueries * padded_head_dim_v);
@@ -320,9 +320,9 @@ struct BackwardScratch : GradientScratch<E> {
     grad_rows = allocator.take<F>(paired * kKeys * kQueries);
     grad_pairs = allocator.take<F>(paired * kKeys * kQueries);
     grad_query = allocator.take<A>(DqTile<A>::size(problem));
-    is_visible = allocator.take<bool>(span / kKeys);
-    grad_key = allocator.take<A>(problem.key_heads / groups * span * padded_head_dim);
-    grad_value = allocator.take<A>(problem.value_heads / groups * span * padded_head_dim_v);
+    is_visible = allocator.take<bool>(chunk / kKeys);
+    grad_key = allocator.take<A>(problem.key_heads / groups * chunk * padded_head_dim);
+    grad_value = allocator.take<A>(problem.value_heads / groups * chunk * padded_head_dim_v);
   }
 };
 
@@ -344,15 +344,15 @@ RowMatrix<Operand<E>> right_operand_rows(const ConstView4& view, const QueryTile
 
 // Adds the contributions of one tile of scores to the gradients of its keys and values, and to grad_query.
 template <class E>
-void add_gradients(const AttentionProblem& problem, const QueryTile& query, int64_t count, int64_t key_in_span, bool first,
+void add_gradients(const AttentionProblem& problem, const QueryTile& query, int64_t count, int64_t key_in_chunk, bool first,
                    RowMatrix<Operand<E>> key, RowMatrix<Operand<E>> query_rows, RowMatrix<Operand<E>> grad_out_rows,
                    Accumulator<E>* grad_key, Accumulator<E>* grad_value, const GradientScratch<E>& scores,
                    const BackwardScratch<E>& tile) {
   using F = Operand<E>;
   const int64_t padded_head_dim = padded(problem.head_dim), padded_head_dim_v = padded(problem.head_dim_v);
   const Accumulate mode = first ? Accumulate::kOverwrite : Accumulate::kAdd;
-  grad_key += key_in_span * padded_head_dim;
-  grad_value += key_in_span * padded_head_dim_v;
+  grad_key += key_in_chunk * padded_head_dim;
+  grad_value += key_in_chunk * padded_head_dim_v;
   if constexpr (kPaired<F>) {
     const int64_t rows = round_up(count, kRowStep<F>), depth = round_up(query.rows, kDepthStep<F>);
     narrow_rows(scores.score, count, rows, query.lanes, depth, kQueries, tile.weight_rows);
@@ -362,9 +362,9 @@ void add_gradients(const AttentionProblem& problem, const QueryTile& query, int6
            grad_out_rows.pitch, grad_value, padded_head_dim_v);
     matmul(Accumulate::kAdd, rows, padded_head_dim, depth, tile.grad_rows, kQueries, 1, query_rows.data, query_rows.pitch,
            grad_key, padded_head_dim);
-    const int64_t block = key_in_span / kKeys * kKeys;
+    const int64_t block = key_in_chunk / kKeys * kKeys;
     matmul(mode, padded_head_dim, query.lanes, round_up(count, kDepthStep<F>),
-           tile.key_columns + block * padded_head_dim + key_in_span - block, kKeys, 1, tile.grad_pairs, kQueries,
+           tile.key_columns + block * padded_head_dim + key_in_chunk - block, kKeys, 1, tile.grad_pairs, kQueries,
            tile.grad_query, kQueries);
   } else {
     matmul(Accumulate::kAdd, count, padded_head_dim_v, query.rows, scores.score, kQueries, 1, grad_out_rows.data,
@@ -376,7 +376,7 @@ void add_gradients(const AttentionProblem& problem, const QueryTile& query, int6
   }
 }
 
-// Paired operands: loads the span's keys as columns, the left operand of dQ.
+// Paired operands: loads the chunk's keys as columns, the left operand of dQ.
 template <class E>
 FLASH_ONLINE_INLINE void load_key_columns(const AttentionProblem& problem, int64_t batch, int64_t key_head, int64_t start,
                                           int64_t end, const BackwardScratch<E>& tile) {
@@ -392,28 +392,28 @@ FLASH_ONLINE_INLINE void load_key_columns(const AttentionProblem& problem, int64
 
 // The operands of a work item for one head, and the addresses of its sums.
 template <class E>
-struct SpanHead {
+struct ChunkHead {
   using A = Accumulator<E>;
-  int64_t index, start, end;  // of the span; its keys
+  int64_t index, start, end;  // of the chunk; its keys
   RowMatrix<Operand<E>> keys, values;
   A *grad_key, *grad_value;
 };
 
 // Sums the keys [begin, begin + count). store_dq then knows a mean of the keys without reading hidden keys.
 template <class E, class A = Accumulator<E>>
-void sum_keys(const AttentionProblem& problem, const SpanHead<E>& head, int64_t begin, int64_t count, const DqTile<A>& dq) {
+void sum_keys(const AttentionProblem& problem, const ChunkHead<E>& head, int64_t begin, int64_t count, const DqTile<A>& dq) {
   const Operand<E>* key = head.keys.data + (begin - head.start) * head.keys.pitch;
   for (int64_t k = 0; k < count; ++k, key += head.keys.pitch)
     for (int64_t e = 0; e < problem.head_dim; ++e) dq.key_sum[e] += widen_element(key, e);
   *dq.key_count = static_cast<A>(count);
 }
 
-// Adds the contributions of one tile of queries to the gradients of a span's keys and values, and computes tile.grad_query, the
-// span's share of the queries' gradients. Returns false if no key of the span is visible. If the span has all keys that the
-// queries see, all tiles of scores are computed before any is used, and delta is corrected by their row sums.
+// Adds the contributions of one tile of queries to the gradients of a chunk's keys and values, and computes tile.grad_query,
+// the chunk's share of the queries' gradients. Returns false if no key of the chunk is visible. If the chunk has all keys that
+// the queries see, all tiles of scores are computed before any is used, and delta is corrected by their row sums.
 template <class E>
 bool add_query_tile(const AttentionProblem& problem, const AttentionGradients& gradients, const MaskGradients<E>& mask,
-                    const QueryTile& query, KeyRange range, const SpanHead<E>& head, const BackwardScratch<E>& tile) {
+                    const QueryTile& query, KeyRange range, const ChunkHead<E>& head, const BackwardScratch<E>& tile) {
   using A = Accumulator<E>;
   if (mask.wanted) mask.begin(problem, query, head.index);
   load_queries(problem, gradients, query, tile);
@@ -423,7 +423,7 @@ bool add_query_tile(const AttentionProblem& problem, const AttentionGradients& g
   const DqTile<A> dq(problem, tile.grad_query);
   A* excess = dq.excess;
   std::fill_n(dq.key_sum, padded(problem.head_dim) + padded(1), A(0));
-  const bool has_whole_rows = is_in_one_span(problem, query);
+  const bool has_whole_rows = is_in_one_chunk(problem, query);
   bool empty = true;
   int64_t done = head.start;  // up to here the mask's gradient is written
 
@@ -473,34 +473,34 @@ bool add_query_tile(const AttentionProblem& problem, const AttentionGradients& g
   return !empty;
 }
 
-// A work item: the gradients of the keys and values of one span, and their share of the gradients of all queries.
+// A work item: the gradients of the keys and values of one chunk, and their share of the gradients of all queries.
 template <class E>
-void backward_span(const SequenceProblem& sequence, const AttentionGradients& gradients, const DqAccumulator<E>& dq_accum,
-                   const MaskGradients<E>& mask, int64_t group, int64_t index, std::byte* scratch) {
+void backward_chunk(const SequenceProblem& sequence, const AttentionGradients& gradients, const DqAccumulator<E>& dq_accum,
+                    const MaskGradients<E>& mask, int64_t group, int64_t index, std::byte* scratch) {
   using A = Accumulator<E>;
   using F = Operand<E>;
   [[maybe_unused]] const AmxTiles registers;
   const AttentionProblem& problem = sequence.problem;
-  const int64_t batch = sequence.batch, span = span_of(problem);
+  const int64_t batch = sequence.batch, chunk = chunk_of(problem);
   ScratchAllocator allocator(scratch);
-  BackwardScratch<E> tile(problem, span, allocator);
+  BackwardScratch<E> tile(problem, chunk, allocator);
   const int64_t groups = kv_groups(problem), heads = problem.heads / groups;
   const int64_t key_heads = problem.key_heads / groups, value_heads = problem.value_heads / groups;
   const int64_t padded_head_dim = padded(problem.head_dim), padded_head_dim_v = padded(problem.head_dim_v);
-  const int64_t start = index * span, end = std::min(start + span, problem.keys);
-  std::fill_n(tile.grad_key, key_heads * span * padded_head_dim, A(0));
-  std::fill_n(tile.grad_value, value_heads * span * padded_head_dim_v, A(0));
+  const int64_t start = index * chunk, end = std::min(start + chunk, problem.keys);
+  std::fill_n(tile.grad_key, key_heads * chunk * padded_head_dim, A(0));
+  std::fill_n(tile.grad_value, value_heads * chunk * padded_head_dim_v, A(0));
 
   for (int64_t member = 0; member < heads; ++member) {
     const int64_t head = group * heads + member;
-    const SpanHead<E> of_head{
+    const ChunkHead<E> of_head{
         .index = index,
         .start = start,
         .end = end,
         .keys = key_rows_or_copy<E>(problem, batch, head, start, end - start, tile.keys),
         .values = value_rows_or_copy<E>(problem, batch, head, start, end - start, tile.values),
-        .grad_key = tile.grad_key + member / (heads / key_heads) * span * padded_head_dim,
-        .grad_value = tile.grad_value + member / (heads / value_heads) * span * padded_head_dim_v,
+        .grad_key = tile.grad_key + member / (heads / key_heads) * chunk * padded_head_dim,
+        .grad_value = tile.grad_value + member / (heads / value_heads) * chunk * padded_head_dim_v,
     };
     if constexpr (kPaired<F>) {
       if (member % (heads / key_heads) == 0)
@@ -514,15 +514,15 @@ void backward_span(const SequenceProblem& sequence, const AttentionGradients& gr
         continue;
       }
       const bool is_seen = add_query_tile(problem, gradients, mask, query, range, of_head, tile);
-      dq_accum.add(sequence, query, static_cast<int32_t>(index - range.begin / span), is_seen ? tile.grad_query : nullptr);
+      dq_accum.add(sequence, query, static_cast<int32_t>(index - range.begin / chunk), is_seen ? tile.grad_query : nullptr);
     }
   }
   const A scale = static_cast<A>(problem.scale);
   for (int64_t h = 0; h < key_heads; ++h)
-    store_rows<E>(tile.grad_key + h * span * padded_head_dim, padded_head_dim, scale, end - start, problem.head_dim,
+    store_rows<E>(tile.grad_key + h * chunk * padded_head_dim, padded_head_dim, scale, end - start, problem.head_dim,
                   matrix_of<E>(gradients.grad_key, batch, group * key_heads + h, start));
   for (int64_t h = 0; h < value_heads; ++h)
-    store_rows<E>(tile.grad_value + h * span * padded_head_dim_v, padded_head_dim_v, A(1), end - start, problem.head_dim_v,
+    store_rows<E>(tile.grad_value + h * chunk * padded_head_dim_v, padded_head_dim_v, A(1), end - start, problem.head_dim_v,
                   matrix_of<E>(gradients.grad_value, batch, group * value_heads + h, start));
 }
 
@@ -644,12 +644,12 @@ AttentionGradients take_row_statistics(const AttentionProblem& call, AttentionGr
 Memory backward_memory(const AttentionProblem& call, const AttentionGradients& gradients) {
   ScratchAllocator backward(nullptr), mask(nullptr), shared(nullptr);
   visit_floating<Float16, BFloat16>(call.dtype, [&]<class E>(Type<E>) {
-    BackwardScratch<E>(call, call.query_starts ? kMaxSpanKeys : span_of(call), backward);
+    BackwardScratch<E>(call, call.query_starts ? kMaxChunkKeys : chunk_of(call), backward);
     MaskScratch<E>(call, mask);
     DqAccumulator<E>(call, shared);
     MaskGradients<E>(call, gradients, shared);
     take_row_statistics<E>(call, gradients, shared);
-    key_spans(call, shared);
+    key_chunks(call, shared);
   });
   Memory memory{std::max(backward.bytes(), mask.bytes()), shared.bytes()};
 #if defined(__AVX512BF16__)
@@ -678,9 +678,9 @@ void backward_heads(const AttentionProblem& call, const AttentionGradients& give
   const DqAccumulator<E> dq_accum(call, shared);
   const MaskGradients<E> mask(call, given, shared);
   const AttentionGradients gradients = take_row_statistics<E>(call, given, shared);
-  const CpuTileList spans = key_spans(call, shared);
+  const CpuTileList chunks = key_chunks(call, shared);
   const int64_t* mask_size = gradients.mask_size;
-  for (int64_t i = 0; mask.accum && i < mask.planes() * mask.tiles * mask.spans; ++i)
+  for (int64_t i = 0; mask.accum && i < mask.planes() * mask.tiles * mask.chunks; ++i)
     mask.semaphore[i].store(0, std::memory_order_relaxed);
 
   const auto for_each_query_tile = [&](const auto& run) {
@@ -696,11 +696,11 @@ void backward_heads(const AttentionProblem& call, const AttentionGradients& give
       fill_delta<E>(sequence.problem, sequence.gradients_of(gradients), query, scratch);
   });
   // In interleaved order, items of one head, which add to the same queries, seldom run at the same time.
-  for_each_item(executor, groups * spans.total(), [&](int64_t item, std::byte* scratch) {
-    const auto [index, group, span] = spans.interleaved_tile(groups, item);
+  for_each_item(executor, groups * chunks.total(), [&](int64_t item, std::byte* scratch) {
+    const auto [index, group, chunk] = chunks.interleaved_tile(groups, item);
     const SequenceProblem sequence(call, index);
     if (!takes(sequence, group)) return;
-    backward_span<E>(sequence, sequence.gradients_of(gradients), dq_accum, mask, group, span, scratch);
+    backward_chunk<E>(sequence, sequence.gradients_of(gradients), dq_accum, mask, group, chunk, scratch);
   });
   for_each_query_tile([&](int64_t tile, const SequenceProblem& sequence, const QueryTile& query, std::byte*) {
     if (choice.heads != Heads::kTiny || takes(sequence, query.head / heads_per_group))

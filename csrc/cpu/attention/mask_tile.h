@@ -107,6 +107,47 @@ inline const int32_t* spans_of(const SpanView& spans, const QueryTile& query, in
   return spans.data + query.batch * spans.stride[0] + query.head * spans.stride[1] + row * spans.stride[2];
 }
 
+// What spans say about a tile, by the least and largest bounds of its rows, a tenth of the work of their bits: most tiles of a
+// long sequence are hidden or whole.
+enum class SpanKind { kMixed, kHidden, kWhole };
+
+// kStride: of the rows, or -1 if it is not known.
+template <int kStride>
+SpanKind kind_of_interval(const int32_t* row, int64_t stride, int64_t count, int64_t first, int64_t end) {
+  if (kStride >= 0) stride = kStride;
+  int32_t least_begin = row[0], most_begin = row[0], least_end = row[1], most_end = row[1];
+  for (int64_t i = 1; i < count; ++i) {
+    const int32_t own_begin = row[i * stride], own_end = row[i * stride + 1];
+    least_begin = std::min(least_begin, own_begin), most_begin = std::max(most_begin, own_begin);
+    least_end = std::min(least_end, own_end), most_end = std::max(most_end, own_end);
+  }
+  if (most_end <= first || least_begin >= end) return SpanKind::kHidden;
+  return most_begin <= first && least_end >= end ? SpanKind::kWhole : SpanKind::kMixed;
+}
+// Of `count` rows from `row` on, and places [first, end).
+inline SpanKind kind_of_spans(const SpanView& spans, const int32_t* row, int64_t count, int64_t first, int64_t end) {
+  const int64_t stride = spans.stride[2];
+  bool hidden = true, whole = false;
+  for (int n = 0; n < spans.intervals; ++n, row += 2) {
+    const SpanKind kind = stride == 0   ? kind_of_interval<0>(row, 0, 1, first, end)
+                          : stride == 2 ? kind_of_interval<2>(row, 2, count, first, end)
+                          : stride == 4 ? kind_of_interval<4>(row, 4, count, first, end)
+                                        : kind_of_interval<-1>(row, stride, count, first, end);
+    hidden &= kind == SpanKind::kHidden, whole |= kind == SpanKind::kWhole;
+  }
+  return hidden ? SpanKind::kHidden : whole ? SpanKind::kWhole : SpanKind::kMixed;
+}
+inline SpanKind kind_of_spans(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count) {
+  const SpanView &queries = problem.query_spans, &keys = problem.key_spans;
+  const SpanKind by_query = !queries.data ? SpanKind::kWhole
+                                          : kind_of_spans(queries, spans_of(queries, query, query.first), query.rows, begin,
+                                                          begin + count),
+                 by_key = !keys.data ? SpanKind::kWhole
+                                     : kind_of_spans(keys, spans_of(keys, query, begin), count, query.first, query.end());
+  if (by_query == SpanKind::kHidden || by_key == SpanKind::kHidden) return SpanKind::kHidden;
+  return by_query == by_key ? by_query : SpanKind::kMixed;
+}
+
 // Clears the bits of visible[k] that spans hide, for key begin + k.
 inline void read_spans(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
                        uint64_t* visible) {
@@ -159,12 +200,14 @@ template <class A>
 __attribute__((noinline)) bool load_mask(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
                                          MaskTile<A>& mask) {
   mask.has_hidden = mask.has_bias = false;
+  const SpanKind spans = problem.has_spans() ? kind_of_spans(problem, query, begin, count) : SpanKind::kWhole;
+  if (spans == SpanKind::kHidden) return false;
   const bool all_visible = all_see(problem.visible, query.first, query.end(), begin, begin + count, problem.keys);
-  if (all_visible && !problem.mask.data && !problem.has_spans()) return true;
+  if (all_visible && !problem.mask.data && spans == SpanKind::kWhole) return true;
   for (int64_t k = 0; k < count; ++k)
     mask.visible[k] = all_visible ? ~uint64_t{0} : visible_by_position(problem.visible, query, begin + k);
   if (problem.mask.data && problem.mask_dtype == DType::kBool) read_bool_mask(problem, query, begin, count, mask.visible);
-  if (problem.has_spans()) read_spans(problem, query, begin, count, mask.visible);
+  if (spans == SpanKind::kMixed) read_spans(problem, query, begin, count, mask.visible);
 
   const uint64_t present = query.rows == kQueries ? ~uint64_t{0} : (uint64_t{1} << query.rows) - 1;
   uint64_t any = 0, all = ~uint64_t{0};

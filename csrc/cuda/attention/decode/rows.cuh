@@ -339,8 +339,8 @@ __device__ __forceinline__ int value_column(int j, int n) {
   return kFloat8 ? j / 2 * 16 + 2 * n + j % 2 : 8 * j + n;
 }
 
-// How a warp holds kRowTiles tiles of 16 rows: scores are [rows][keys], outputs [rows][columns]. DecodeEightRows is the other
-// way. Steps of a product take right[j], the words of eight keys.
+// How a warp holds kRowTiles tiles of 16 rows: scores are [rows][keys], outputs [rows][columns]. DecodeEightRows holds them
+// transposed.
 template <class Element, int kHeadDimAsked, bool kFloat8, int kRowTilesAsked>
 struct DecodeRowTiles {
   static constexpr int kHeadDim = kHeadDimAsked, kRowTiles = kRowTilesAsked, kKeys = decode_tile_keys(kHeadDim, kFloat8),
