@@ -210,8 +210,8 @@ struct MergeGradients {
   const void* grad_lse = nullptr;  // [rows], accumulator type, contiguous
 };
 
-// A copy of a block of memory, of any strides: `unit` bytes (1, 2, 4, 8 or 16; addresses are multiples of it) at a time. Strides
-// count units.
+// A copy of a block of memory, of any strides: `unit` bytes (1, 2, 4, 8 or 16; addresses are multiples of it) at a time.
+// Strides count units.
 struct BlockCopy {
   static constexpr int kDims = 5;
   const char* from = nullptr;
