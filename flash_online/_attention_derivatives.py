@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors, default_scale
 from ._ops import accumulator_of, ops, without_autocast
+from ._span_arguments import in_spans
 
 _CHUNK_SCORES = 1 << 21  # scores that a second derivative holds at a time, over all batches and heads
 
@@ -167,21 +168,15 @@ def _scores(call: _Call, begin: int, end: int, products: Tensor):
     if call.options.window_right >= 0:
         visible = visible & (columns <= position + call.options.window_right)
     if call.query_spans is not None:
-        visible = visible & _in_spans(columns, call.query_spans.narrow(-2, begin, end - begin).unsqueeze(-2))
+        visible = visible & in_spans(columns, call.query_spans.narrow(-2, begin, end - begin).unsqueeze(-2))
     if call.key_spans is not None:
         rows = torch.arange(begin, end, device=products.device).unsqueeze(-1)
-        visible = visible & _in_spans(rows, call.key_spans.unsqueeze(-3))
+        visible = visible & in_spans(rows, call.key_spans.unsqueeze(-3))
     if call.mask is not None and call.mask.dtype == torch.bool:
         visible = visible & _rows(call.mask, -2, begin, end, torch.bool)
     elif call.mask is not None:
         scores = scores + _rows(call.mask, -2, begin, end, products.dtype)
     return scores.masked_fill(~visible, -math.inf), visible, first, second
-
-
-def _in_spans(numbers: Tensor, spans: Tensor) -> Tensor:
-    """Whether numbers lie in one of the intervals of spans [..., 2 or 4], broadcast to spans without their last dimension."""
-    inside = [(numbers >= spans[..., n]) & (numbers < spans[..., n + 1]) for n in range(0, spans.shape[-1], 2)]
-    return inside[0] if len(inside) == 1 else inside[0] | inside[1]
 
 
 def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:

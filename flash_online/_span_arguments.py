@@ -1,4 +1,5 @@
-"""The arguments `query_spans` and `key_spans`: checks, and the form that operators take. Nothing reads values on the host."""
+"""The arguments `query_spans` and `key_spans`: checks, the form that operators take, and what lies in an interval. Nothing
+reads values on the host."""
 
 from __future__ import annotations
 
@@ -61,3 +62,9 @@ def canonical_spans(
     while spans.dim() < len(batch_and_heads) + 2:
         spans = spans.unsqueeze(0)
     return spans if spans.stride(-1) == 1 else spans.contiguous()
+
+
+def in_spans(numbers: Tensor, spans: Tensor) -> Tensor:
+    """Whether numbers lie in one of the intervals of spans [..., 2 or 4], broadcast to spans without their last dimension."""
+    inside = [(numbers >= spans[..., n]) & (numbers < spans[..., n + 1]) for n in range(0, spans.shape[-1], 2)]
+    return inside[0] if len(inside) == 1 else inside[0] | inside[1]

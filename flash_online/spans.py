@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ._checks import check_device, check_flag, check_int, check_tensor
 from ._ops import InvalidArgument, is_known
-from ._span_arguments import check_span_rows
+from ._span_arguments import check_span_rows, in_spans
 
 __all__ = [
     "Spans",
@@ -51,7 +51,7 @@ def documents(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None, L:
     """Packed documents: a query sees the keys of its own document up to itself.
 
     Args:
-        ids: `[B, L]`, any integer dtype: the document of each position. An id that comes again behind another one starts a new
+        ids: `[B, L]`, any integer dtype: the document of each position. An id that comes again after another one starts a new
             document.
         cu_seqlens: instead of ids, int32 `[documents + 1]`, ascending from 0: document n of one packed row has the positions
             from `cu_seqlens[n]` up to `cu_seqlens[n + 1]`. Positions past the last start are padding, a document of their own.
@@ -119,7 +119,7 @@ def tree(parents: Tensor) -> Spans:
     own = torch.arange(L, device=parents.device)
     parents = torch.minimum(parents.long(), own - 1).clamp_min(-1)  # other values would be indices out of bounds
     # In depth-first order a subtree ends where the node's next sibling begins, or else where the parent's subtree ends. Roots
-    # are siblings. Numbers parent * L + index, sorted, have the next sibling behind each node.
+    # are siblings. Numbers parent * L + index, sorted, have the next sibling after each node.
     numbers = (parents * L + own).contiguous()
     ordered = numbers.sort(-1).values
     after = torch.searchsorted(ordered, numbers, right=True)
@@ -355,8 +355,4 @@ def _left_by_two(
 def _inside(spans: Tensor, length: int) -> Tensor:
     """bool [..., rows, length]: True where a position lies in an interval of the row. Positions are in [0, length), so that no
     bound needs a clamp."""
-    positions = torch.arange(length, device=spans.device)
-    inside = [
-        (spans[..., n : n + 1] <= positions) & (positions < spans[..., n + 1 : n + 2]) for n in range(0, spans.shape[-1], 2)
-    ]
-    return inside[0] if len(inside) == 1 else inside[0] | inside[1]
+    return in_spans(torch.arange(length, device=spans.device), spans.unsqueeze(-2))
