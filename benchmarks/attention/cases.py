@@ -10,7 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flash_online import spans
+
 from ..case import Case
+from .span_patterns import PATTERNS, Pattern, count_pairs
 
 TOKENS, HIDDEN = 16384, 2048  # of every plain cell
 BLOCK, HIDDEN_BLOCKS = 64, 0.75  # the block-sparse mask: block size, share of hidden blocks
@@ -25,8 +28,8 @@ class Cell(Case):
     (with causal: a query sees itself and the W keys before it); `band` W (it also sees the W keys after it); `softcap`;
     `alibi`; `mask` "random" ([1, 1, L, L], half of it visible), "heads" ([1, H, L, L], likewise), "padding" ([B, 1, 1, L]) or
     "blocks" (a quarter of the blocks of 64 x 64 visible); `bias` "frozen" or "learned" ([1, H, L, L]); `dropout` p;
-    `deterministic`; `tf32`, which lets every provider round float32 factors. `lengths`: lengths of packed sequences, instead of
-    B and L.
+    `deterministic`; `tf32`, which lets every provider round float32 factors; `spans`, a name of span_patterns.PATTERNS.
+    `lengths`: lengths of packed sequences, instead of B and L.
     """
 
     kind: str = ""
@@ -46,12 +49,14 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 
 class Problem:
     """A cell's tensors, the same numbers in every run: query, key, value, grad (the output's) [B, H, L, E], packed [T, H, E];
-    `mask` of four dimensions, `blocks` (bool, its blocks), `slopes` [H], `starts` int32 and `longest` if the cell has them.
+    `mask` of four dimensions, `blocks` (bool, its blocks), `slopes` [H], `starts` int32 and `longest`, `pattern` (of spans) if
+    the cell has them.
     """
 
     def __init__(self, cell: Cell, device: str):
         self.cell, self.device, self.options = cell, device, dict(cell.options)
         self.mask = self.blocks = self.slopes = self.starts = self.longest = None
+        self.pattern: Pattern | None = None
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -70,6 +75,8 @@ class Problem:
         self.value, self.grad = normal(*key_rows, head_dim_v).requires_grad_(), normal(*rows, head_dim_v)
         if self.options.get("alibi"):
             self.slopes = torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
+        if name := self.options.get("spans"):
+            self.pattern = PATTERNS[name](cell.sizes["L"], device)
         if bias := self.options.get("bias"):
             self.mask = normal(1, heads, length, length).requires_grad_(bias == "learned")
         elif (kind := self.options.get("mask")) == "random":
@@ -103,6 +110,8 @@ class Problem:
         if self.cell.lengths:
             return heads * sum(causal_pairs(n, self.options.get("window")) for n in self.cell.lengths)
         batch, length = self.cell.sizes["B"], self.cell.sizes["L"]
+        if self.pattern is not None:
+            return batch * heads * count_pairs(length, **self.pattern.spans)
         if self.mask is not None and self.mask.dtype == torch.bool:
             return int(self.mask.sum()) * (batch * heads * length**2 // self.mask.numel())
         if band := self.options.get("band"):
@@ -117,6 +126,11 @@ class Problem:
         head_dim = self.cell.sizes["E"]
         head_dim_v = self.cell.sizes.get("Ev", head_dim)
         return self.visible_pairs() * (2 * (head_dim + head_dim_v) if direction == "forward" else 6 * head_dim + 4 * head_dim_v)
+
+    def mask_of_spans(self) -> Tensor:
+        """The bool mask that the cell's spans stand for, [1, 1, L, L]."""
+        length = self.cell.sizes["L"]
+        return spans.to_mask(length, length, **self.pattern.spans).view(1, 1, length, length)
 
     # --- What is checked: the query heads of the first key head, in one batch entry or in some packed sequences ---------------
 
@@ -232,6 +246,17 @@ def _packed() -> list[Cell]:
     ]
 
 
+def _spans() -> list[Cell]:
+    def cell(pattern: str, head_dim: int, length: int) -> Cell:
+        sizes = {"B": 1, "H": HIDDEN // head_dim, "L": length, "E": head_dim}
+        return Cell("spans", sizes, {"spans": pattern}, kind=f"E {head_dim}")
+
+    return [
+        *(cell(pattern, 128, length) for length in (8192, 32768) for pattern in PATTERNS),
+        *(cell(pattern, head_dim, 32768) for head_dim in (64, 256) for pattern in PATTERNS),
+    ]
+
+
 def _short() -> list[Cell]:
     shapes = ((1, 128, 16, 64), (8, 128, 16, 64), (64, 128, 12, 64), (64, 256, 16, 64), (16, 577, 16, 64), (8, 1024, 16, 80))
     shapes += ((128, 64, 8, 32),)
@@ -270,6 +295,7 @@ CELLS = {
     "features": _features(),
     "between": _between(),
     "packed": _packed(),
+    "spans": _spans(),
     "short": _short(),
     "host": [Cell("host", {"B": 1, "H": 8, "L": 128, "E": 64}, kind="host")],
 }
@@ -292,6 +318,10 @@ QUICK = [
             ("dropout", 4, {"dropout": 0.25}),
             ("deterministic", 4, {"deterministic": True}),
         )
+    ),
+    *(
+        Cell("spans", {"B": 1, "H": 2, "L": 128, "E": 32}, {"spans": pattern}, torch.float32, "E 128")
+        for pattern in ("documents", "prefix", "4 sinks, window 1024")
     ),
     Cell(
         "packed",

@@ -48,11 +48,12 @@ def expected(problem: Problem, dtype: torch.dtype) -> list[Tensor]:
     plain torch's error."""
     results = []
     slopes = None if problem.slopes is None else problem.slopes[: problem.cell.group_size].to(dtype)
+    whole = problem.mask if problem.pattern is None else problem.mask_of_spans()
     for piece in problem.pieces():
         leaves = [problem.part(t.detach(), piece, n == 0).to(dtype) for n, t in enumerate(problem.leaves)]
         mask = None
-        if problem.mask is not None and len(leaves) == 3:
-            mask = problem.part(problem.mask, piece, True)
+        if whole is not None and len(leaves) == 3:
+            mask = problem.part(whole, piece, True)
             mask = mask if mask.dtype == torch.bool else mask.to(dtype)
         results += _attend(leaves, mask, slopes, problem.part(problem.grad, piece, True).to(dtype), problem.options)
     return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import inspect
 import os
@@ -24,7 +25,7 @@ from flash_online.integrations import torch_sdpa
 from ..peers import MAX_SCORE_BYTES, Unavailable
 from ..summary import BY_REGISTRY, FLASH, MATH, OURS, TORCH
 from .cases import Problem
-from .summary import BY_OVERRIDE, CUDNN, DEFAULT, DENSE, DROP_IN, EFFICIENT, FA3, FLEX, VARLEN
+from .summary import BY_MASK, BY_OVERRIDE, CUDNN, DEFAULT, DENSE, DROP_IN, EFFICIENT, FA3, FLEX, PACKED, VARLEN
 
 FA3_VARIABLE = "FLASH_ATTENTION_3"  # path of the library that registers torch.ops.flash_attn_3
 KERNEL_VARIABLE = "FLASH_ONLINE_KERNEL"  # the family of CUDA kernels; the library reads it in its first call
@@ -57,6 +58,8 @@ def _our_options(problem: Problem) -> dict:
         options["mask"] = problem.mask
     if problem.slopes is not None:
         options["alibi_slopes"] = problem.slopes
+    if problem.pattern is not None:
+        options |= problem.pattern.spans
     return options
 
 
@@ -118,6 +121,34 @@ def ours_all_visible(problem: Problem) -> Call:
     dense = problem.without()
     dense.mask = torch.ones_like(problem.mask)
     return ours(dense)
+
+
+def ours_by_mask(problem: Problem) -> Call:
+    """Spans as a bool mask of L x L."""
+    dense = problem.without()
+    dense.mask = problem.mask_of_spans()
+    dense.pattern = None
+    return dataclasses.replace(ours(dense), problem=problem)
+
+
+def packed(provider: Callable[[Problem], Call]) -> Callable[[Problem], Call]:
+    """Documents as packed sequences."""
+
+    def of_documents(problem: Problem) -> Call:
+        pattern = problem.pattern
+        if pattern is None:
+            return provider(problem)
+        if pattern.starts is None:
+            raise Unavailable("packed sequences do not say this")
+        rows = problem.without()
+        rows.query, rows.key, rows.value = (
+            t.detach()[0].transpose(0, 1).contiguous().requires_grad_() for t in (problem.query, problem.key, problem.value)
+        )
+        rows.grad, rows.pattern, rows.starts = problem.grad[0].transpose(0, 1).contiguous(), None, pattern.starts
+        rows.longest, rows.options = int(pattern.starts.diff().max()), {"causal": True}
+        return dataclasses.replace(provider(rows), problem=problem, view=lambda t: t.transpose(0, 1)[None])
+
+    return of_documents
 
 
 def load_fa3() -> None:
@@ -231,12 +262,15 @@ def flex(problem: Problem) -> Call:
         raise Unavailable("it is compiled for CUDA alone here")
     cap, slopes, blocks = problem.options.get("softcap"), problem.slopes, problem.blocks
     window = problem.options.get("window", problem.query.shape[-2])
+    pattern = problem.pattern
 
     def score(s, b, h, i, j):
         s = cap * torch.tanh(s / cap) if cap else s
         return s if slopes is None else s - slopes[h] * (i - j).abs()
 
     def visible(b, h, i, j):
+        if pattern is not None:
+            return pattern.visible(b, h, i, j)
         if blocks is not None:
             return blocks[i // (problem.mask.shape[-2] // len(blocks)), j // (problem.mask.shape[-1] // len(blocks))]
         return (i >= j) & (i - j <= window)
@@ -244,7 +278,7 @@ def flex(problem: Problem) -> Call:
     torch.compiler.reset()
     torch._functorch.config.donated_buffer = False  # the timer reuses a step's graph for its next sample
     length = problem.query.shape[-2]
-    hides = blocks is not None or problem.options.get("causal", False)
+    hides = blocks is not None or pattern is not None or problem.options.get("causal", False)
     options = {
         "block_mask": create_block_mask(visible, None, None, length, length, device=problem.query.device) if hides else None,
         "score_mod": score if cap or slopes is not None else None,
@@ -278,7 +312,9 @@ PROVIDERS: dict[str, Callable[[Problem], Call]] = {
     DROP_IN: ours_dropped_in,
     DEFAULT: ours_by_default,
     DENSE: ours_all_visible,
-    FA3: fa3,
+    BY_MASK: ours_by_mask,
+    PACKED: packed(ours),
+    FA3: packed(fa3),
     CUDNN: sdpa(SDPBackend.CUDNN_ATTENTION),
     FLASH: sdpa(SDPBackend.FLASH_ATTENTION),
     EFFICIENT: sdpa(SDPBackend.EFFICIENT_ATTENTION),
@@ -296,6 +332,7 @@ IN_GROUP = {
     "features": (OURS, FA3, CUDNN, FLASH, EFFICIENT, MATH),
     "between": (OURS, FA3, CUDNN, FLASH, EFFICIENT, MATH),
     "packed": (OURS, FA3, VARLEN),
+    "spans": (OURS, BY_MASK, PACKED, FA3, FLEX),
     "short": (OURS, FA3, CUDNN, FLASH, EFFICIENT),
     "host": (OURS, DROP_IN, FA3, CUDNN, FLASH, EFFICIENT, MATH),
     "calls": (TORCH, BY_OVERRIDE, BY_REGISTRY),

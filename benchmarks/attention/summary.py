@@ -12,6 +12,7 @@ FA3, CUDNN, EFFICIENT, FLEX, VARLEN = "FA3", "cuDNN", "torch efficient", "FlexAt
 # Variants of our call: not peers, but targets may compare with them.
 DROP_IN, DEFAULT, DENSE = f"{OURS}, drop-in", f"{OURS}, default", f"{OURS}, all visible"
 BY_OVERRIDE = f"{OURS} by override"
+BY_MASK, PACKED = f"{OURS}, bool mask", f"{OURS}, packed"
 FORWARD, BACKWARD = (("forward",), ("backward",))
 MIB = 1 << 20
 GROUPS = {
@@ -19,6 +20,7 @@ GROUPS = {
     "features": "Options, dtypes and head dims",
     "between": "Shapes between the others",
     "packed": "Packed sequences, causal",
+    "spans": "Spans",
     "short": "Short sequences, replayed from a CUDA graph",
     "host": "The host's part of a call",
     "calls": "Calls of torch's function, with the host's time",
@@ -130,6 +132,24 @@ TARGETS = (
     Target("packed, 512 of 64", _of("packed", "512 of 64"), (FA3,), None, 3.0),
     Target("packed", _long_packed, (VARLEN,), None, 1.1),
     Target("packed, 512 of 64", _of("packed", "512 of 64"), (VARLEN,), None, 2.0),
+    Target(
+        "spans, L 32768: prefix, shared question, tree, frames",
+        lambda r: (
+            _of("spans", "E 128", L=32768)(r) and r["options"]["spans"] in ("prefix", "shared question", "tree", "frames")
+        ),
+        (FLEX,),
+        None,
+        1.6,
+    ),
+    Target(
+        "spans: sinks or global keys, and a window",
+        lambda r: _of("spans", "E 128")(r) and "window" in r["options"]["spans"],
+        (FLEX,),
+        None,
+        1.5,
+    ),
+    Target("spans", _of("spans", "E 64", "E 256"), (FLEX,), None, 1.3),
+    Target("spans: documents", lambda r: _of("spans", "E 128")(r), (PACKED,), None, 0.95),
     Target("short, in a CUDA graph", _of("short"), (), None, 1.0, FORWARD),
 )
 MAX_STEP_MIB = 1100  # for a bias with gradient; the gradient itself takes 512
