@@ -7,7 +7,7 @@ python examples/rollouts.py --prompt 4096 --answers 16 --longest 512 --width 102
 The row is the prompt and then the answers; `flash_online.spans.shared_prefix` says who sees whom in memory that is linear in
 the row's length, and an answer's positions continue the prompt's. The program compares loss and gradients with N rows that each
 repeat the prompt, prints tokens per second and memory of both, and writes them to OUT.json and, with matplotlib, OUT.png. It
-needs transformers. The kernels for CUDA do not take spans yet: there the row takes the same mask as a bool tensor.
+needs transformers.
 """
 
 from __future__ import annotations
@@ -108,8 +108,6 @@ def in_one_row(rollouts: Rollouts) -> Batch:
         column.append(torch.where(inside == 0, prompt - 1, starts[-1] + inside - 1))
         starts.append(starts[-1] + len(answer))
     visible: dict = {**spans.shared_prefix(torch.tensor(starts, dtype=torch.int32, device=device), len(tokens))}
-    if device.type == "cuda":
-        visible = {"mask": spans.to_mask(len(tokens), len(tokens), **visible)}
     inputs = {"input_ids": tokens[None], "position_ids": torch.cat(position)[None].to(device), "visible": visible}
     columns = torch.cat(column).to(device)
     return Batch(inputs, torch.zeros_like(columns), columns, *terms(rollouts))

@@ -47,18 +47,12 @@ def canonical_spans(
     name: str, spans: Tensor | None, query: Tensor, batch_and_heads: Sequence[int], length: int
 ) -> Tensor | None:
     """Spans as the operators take them, with the dimensions `[..., 1 or Hq, length, 2 or 4]` of `batch_and_heads` and size 1
-    where they broadcast. A view, unless bounds are not neighbours in memory. Raises as `check_spans`; on CUDA
-    NotImplementedError."""
+    where they broadcast. A view, unless bounds are not neighbours in memory. Raises as `check_spans`."""
     if spans is None:
         return None
     check_spans(name, spans, batch_and_heads, length)
     if spans.device != query.device:
         raise InvalidArgument(f"{name}: expected query's device {query.device}, got {spans.device}")
-    if query.is_cuda:
-        raise NotImplementedError(
-            f"{name}: expected tensors on the CPU, got CUDA, whose kernels do not take spans yet; flash_online.spans.to_mask "
-            "makes a mask of them"
-        )
     while spans.dim() < len(batch_and_heads) + 2:
         spans = spans.unsqueeze(0)
     return spans if spans.stride(-1) == 1 else spans.contiguous()

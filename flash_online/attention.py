@@ -108,7 +108,7 @@ def attention(
         window: (left, right), each an int >= 0 or None (no bound): query sees p - left <= j <= p + right.
         alignment: "upper_left" or "lower_right".
         query_spans: int32 `[..., 1 or Hq, L, 2 or 4]`: one or two intervals [begin, end) of keys that each query may see;
-            leading dimensions broadcast, bounds are clamped. `flash_online.spans` makes them. On the CPU only, so far.
+            leading dimensions broadcast, bounds are clamped. `flash_online.spans` makes them.
         key_spans: int32 `[..., 1 or Hq, S, 2 or 4]`: the intervals of queries that may see each key, likewise.
         softcap: limits scores to (-softcap, softcap) with a tanh; 0 is none.
         alibi_slopes: `[Hq]` or `[..., Hq]`, positive slopes; no gradient.

@@ -94,9 +94,24 @@ def view(tensor: torch.Tensor | None, shape=None) -> View4:
 
 
 def problem_of(
-    query, key, value, out, lse, *, window=(-1, -1), offset=0, mask=None, softcap=0.0, slopes=None, starts=None, tf32=False
+    query,
+    key,
+    value,
+    out,
+    lse,
+    *,
+    window=(-1, -1),
+    offset=0,
+    mask=None,
+    softcap=0.0,
+    slopes=None,
+    starts=None,
+    tf32=False,
+    query_spans=None,
+    key_spans=None,
 ) -> AttentionProblem:
-    """Tensors are [B, H, L, E], or packed [T, H, E] with the int32 `starts` of queries and keys alike. They must outlive it."""
+    """Tensors are [B, H, L, E], or packed [T, H, E] with the int32 `starts` of queries and keys alike. Spans are [H, rows, 2 or
+    4]. They must outlive it."""
     packed = starts is not None
     heads, key_heads = query.shape[1], key.shape[1]
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
@@ -116,6 +131,9 @@ def problem_of(
         problem.total_queries = problem.total_keys = query.shape[0]
     if mask is not None:
         problem.mask, problem.mask_dtype = view(mask, (batch, heads, queries, keys)), DTYPES[mask.dtype]
+    for name, spans in (("query_spans", query_spans), ("key_spans", key_spans)):
+        if spans is not None:
+            setattr(problem, name, SpanView(spans.data_ptr(), (0, *spans.stride()[:2]), spans.shape[-1] // 2))
     if slopes is not None:
         problem.alibi_slopes = slopes.data_ptr()
         problem.alibi_stride[1] = 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 from devices import skip_without_room
+from span_cases import random_spans
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_online
@@ -84,6 +85,8 @@ class Attention:
     options: dict = field(default_factory=dict)
     alibi: int = 0  # the rank of the slopes, 0 for none
     sinks: bool = False
+    spans: tuple = (0, 0)  # the intervals of query_spans and of key_spans, 0 for none
+    head_spans: bool = False  # whether each head, and each batch, has spans of its own
     size: float = 1.0  # standard deviation of query, key and value
     level: float = 1.0  # that of the products of query and key is this many times as large
     wanted: str = "qkvms"  # the inputs that a gradient is wanted for
@@ -153,7 +156,14 @@ class Attention:
                 if self.mask == "-inf":
                     mask = torch.where(torch.rand(shape, generator=g) > 0.4, mask, -math.inf)
             made["mask"] = lay_out(mask, self.layouts[3])
-        return made | self._head_inputs(g, self.batch)
+        return made | self._head_inputs(g, self.batch) | self._spans(self.lengths)
+
+    def _spans(self, places: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """`places`: the queries and keys of a sequence, at most."""
+        g = torch.Generator().manual_seed(self.seed + 2)
+        leading = (*self.batch, self.heads[0]) if self.head_spans else ()
+        sides = zip(("query_spans", "key_spans"), self.spans, self.rows(), places[::-1], strict=True)
+        return {name: random_spans(g, leading, own, other, n) for name, n, own, other in sides if n}
 
     def _head_inputs(self, g, batch) -> dict[str, torch.Tensor]:
         made = {}
@@ -245,7 +255,13 @@ class Attention:
         """Whether torch's own function can be asked for the same results: with a mask for what it has no option for."""
         if device != "cpu" and names == ["mask"]:  # its backward kernel then reads an lse that its forward did not make
             return False
-        beyond = self.sinks or grad_lse is not None or self.options.get("softcap") or self.options.get("dropout_p")
+        beyond = (
+            self.sinks
+            or any(self.spans)
+            or grad_lse is not None
+            or self.options.get("softcap")
+            or self.options.get("dropout_p")
+        )
         return not (beyond or 0 in (*self.rows(), *self.head_dims) or self.dtype == torch.float64)
 
     def _magnitudes(self, inputs, grad_out) -> dict[str, float]:
@@ -311,7 +327,8 @@ class Packed(Attention):
             # problem, not another layout.
             swap = (0, 1) if layout == "expanded" else (0, 0)
             made[name] = lay_out(tensor.transpose(*swap), layout).transpose(*swap)
-        return made | self._head_inputs(g, [len(self.lengths)])
+        longest = tuple(max((pair[i] for pair in self.lengths), default=0) for i in range(2))
+        return made | self._head_inputs(g, [len(self.lengths)]) | self._spans(longest)
 
     def _torch_has(self, names, grad_lse, device):
         return False  # not for a comparison in one call

@@ -118,7 +118,7 @@ struct AttentionProblem {
 
   SpanView query_spans;  // [batch, heads, queries, ..]: the keys that a query may see
   SpanView key_spans;  // [batch, heads, keys, ..]: the queries that may see a key
-  FLASH_ONLINE_HD bool has_spans() const { return query_spans.data || key_spans.data; }
+  FLASH_ONLINE_HD constexpr bool has_spans() const { return query_spans.data || key_spans.data; }
 };
 
 FLASH_ONLINE_HD unsigned score_mods(const AttentionProblem& problem) {

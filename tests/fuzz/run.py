@@ -26,6 +26,11 @@ import flash_online  # noqa: E402
 
 CHUNK = 50  # problems that a process takes at once
 ALLOWED = 1e-4
+CHECKS = {"": test_fuzz.check, "cached": test_fuzz.check_cached, "spans": test_fuzz.check_spans}
+
+
+def kind_of(options: argparse.Namespace) -> str:
+    return "cached" if options.cached else "spans" if options.spans else ""
 
 
 def arguments() -> argparse.Namespace:
@@ -35,14 +40,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no problem after this time")
     parser.add_argument("--processes", type=int, default=1, help="how many run at once, each with one thread")
-    parser.add_argument("--cached", action="store_true", help="problems over cached keys, in place of all others")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--cached", action="store_true", help="problems over cached keys, in place of all others")
+    kinds.add_argument("--spans", action="store_true", help="problems with spans, in place of all others")
     return parser.parse_args()
 
 
-def check_seed(seed: int, device: str, cached: bool) -> str | None:
+def check_seed(seed: int, device: str, kind: str) -> str | None:
     """What is wrong with a problem, in one line; None where nothing is."""
     try:
-        test_fuzz.check_cached(seed, device) if cached else test_fuzz.check(seed, device)
+        CHECKS[kind](seed, device)
     except pytest.skip.Exception:  # the GPU's shared memory has no room for it
         return None
     except Exception as failure:
@@ -51,15 +58,15 @@ def check_seed(seed: int, device: str, cached: bool) -> str | None:
     return None
 
 
-def check_chunk(work: tuple[int, int, str, bool, float]) -> tuple[int, list[tuple[int, str]], bool]:
+def check_chunk(work: tuple[int, int, str, str, float]) -> tuple[int, list[tuple[int, str]], bool]:
     """(problems that ran, those over the tolerance, whether the time was up) of one chunk of seeds."""
-    first, last, device, cached, end = work
+    first, last, device, kind, end = work
     over = []
     with flash_online.strict():
         for seed in range(first, last):
             if time.time() > end:
                 return seed - first, over, True
-            said = check_seed(seed, device, cached)
+            said = check_seed(seed, device, kind)
             if said is not None:
                 over.append((seed, said))
     return last - first, over, False
@@ -69,10 +76,10 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def chunks(options: argparse.Namespace, end: float) -> Iterator[tuple[int, int, str, bool, float]]:
+def chunks(options: argparse.Namespace, end: float) -> Iterator[tuple[int, int, str, str, float]]:
     stop = options.seed + options.count
     for first in range(options.seed, stop, CHUNK):
-        yield first, min(first + CHUNK, stop), options.device, options.cached, end
+        yield first, min(first + CHUNK, stop), options.device, kind_of(options), end
 
 
 def main() -> int:
@@ -100,7 +107,8 @@ def main() -> int:
 
 
 def repeat(seed: int, options: argparse.Namespace) -> str:
-    return f"python tests/fuzz/run.py --seed {seed} --count 1 --device {options.device}{' --cached' * options.cached}"
+    kind = kind_of(options)
+    return f"python tests/fuzz/run.py --seed {seed} --count 1 --device {options.device}{' --' * bool(kind)}{kind}"
 
 
 if __name__ == "__main__":

@@ -174,6 +174,17 @@ def check(seed: int, device: str) -> None:
         compare_with_reference(name, *args, **options)
 
 
+def check_spans(seed: int, device: str) -> None:
+    """A problem of attention, one of 3 of packed sequences, with intervals of keys per query, of queries per key, or both."""
+    choose = random.Random(seed)
+    problem = attention(choose, seed) if seed % 3 else packed(choose, seed)
+    problem = problem if device == "cpu" else on_cuda(problem, choose)
+    problem.spans = choose.choice([(1, 0), (2, 0), (0, 1), (0, 2), (1, 1), (2, 2)])
+    problem.head_spans = choose.random() < 0.4
+    torch.manual_seed(seed)
+    problem.check(device)
+
+
 def check_cached(seed: int, device: str) -> None:
     """Attention over cached keys, and the same new keys appended at the ends of sequences and at slots."""
     problem = random_cached(seed, device)
@@ -194,6 +205,10 @@ def check_all(check_one, device: str, cached: str = "") -> None:
 
 def test_fuzz(device):
     check_all(check, device)
+
+
+def test_fuzz_spans(device):
+    check_all(check_spans, device, " --spans")
 
 
 def test_fuzz_cached_keys(cache_device):

@@ -320,32 +320,6 @@ def test_errors_of_packed_calls(device):
         flash_online.varlen_attention(rows, rows, rows, starts, starts, 6, 6, query_spans=GOOD[:5])
 
 
-@pytest.mark.gpu
-def test_cuda_says_that_it_has_no_kernel():
-    query = torch.randn(2, 4, 6, 8, device="cuda")
-    with pytest.raises(NotImplementedError, match="query_spans: expected tensors on the CPU, got CUDA"):
-        flash_online.attention(query, query, query, query_spans=GOOD.cuda())
-    with pytest.raises(RuntimeError, match="query_spans: expected None on CUDA"):
-        torch.ops.flash_online.attention_forward(
-            query,
-            query,
-            query,
-            None,
-            None,
-            None,
-            None,
-            -1,
-            -1,
-            False,
-            None,
-            0.0,
-            0.0,
-            False,
-            None,
-            GOOD.cuda().expand(1, 1, 6, 2),
-        )
-
-
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])
 def test_lesser_instruction_sets(instruction_set):
     skip_unless_lesser(instruction_set)

@@ -17,18 +17,17 @@ from flash_online.testing import assert_close_to_float64
 CPU = pytest.mark.parametrize("device", ["cpu"])
 
 
-@CPU
 @pytest.mark.parametrize("first", range(0, 200, 20))
-def test_random_problems(first, device):
+def test_random_problems(first, cache_device):
     """Pages, leftpad, packed queries, float8 caches, pieces, `out`: bounds of any order, some beyond the cache."""
     for seed in range(first, first + 20):
-        replace(random_cached(seed), spans=1 + seed % 2).check(flash_online.kvcache_attention)
+        problem = replace(random_cached(seed, cache_device), spans=1 + seed % 2)
+        problem.check(flash_online.kvcache_attention, cache_device)
 
 
-@CPU
 @pytest.mark.parametrize("seed", range(12))
-def test_many_queries(seed, device):
-    replace(random_prefill(seed), spans=1 + seed % 2).check(flash_online.kvcache_attention)
+def test_many_queries(seed, cache_device):
+    replace(random_prefill(seed), spans=1 + seed % 2).check(flash_online.kvcache_attention, cache_device)
 
 
 @CPU
@@ -147,14 +146,6 @@ def test_errors_of_varlen_over_pools(device):
             flash_online.varlen_attention(
                 rows, pool, pool, starts, None, 6, 6, block_table=starts[None], seqused_k=used, **words
             )
-
-
-@pytest.mark.gpu
-def test_cuda_says_that_it_has_no_kernel():
-    query, cache = torch.randn(1, 4, 1, 8, device="cuda").half(), torch.randn(1, 4, 16, 8, device="cuda").half()
-    given = torch.zeros(1, 2, dtype=torch.int32, device="cuda")
-    with pytest.raises(NotImplementedError, match="query_spans: expected tensors on the CPU, got CUDA"):
-        flash_online.kvcache_attention(query, cache, cache, 16, query_spans=given)
 
 
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512", "avx512_bf16"])

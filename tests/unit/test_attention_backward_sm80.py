@@ -25,6 +25,7 @@ from kernels_on_host import (
     tile_of,
     view,
 )
+from span_cases import random_spans
 
 from flash_online import reference, testing
 
@@ -312,7 +313,7 @@ def test_packed(kernels, head_dim, causal, deterministic):
 
 
 @pytest.mark.thin(7)
-@pytest.mark.parametrize("kind", ["bool", "blocks", "row", "float", "float32", "softcap", "dropout", "all"])
+@pytest.mark.parametrize("kind", ["bool", "blocks", "row", "float", "float32", "softcap", "dropout", "spans", "all"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["sums", "deterministic"])
 @pytest.mark.parametrize("room", [227, 99])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -331,6 +332,9 @@ def test_options(kernels, head_dim, dtype, room, deterministic, kind):
     elif kind.startswith("float"):
         given["mask"] = torch.randn(1, 2, *lengths, generator=g).to(torch.float32 if kind == "float32" else torch.bfloat16)
         options["mask"] = given["mask"].double()
+    if kind in ("spans", "all"):
+        given["query_spans"] = options["query_spans"] = random_spans(g, (2,), 150, 170, 1)
+        given["key_spans"] = options["key_spans"] = random_spans(g, (2,), 170, 150, 2)
     if kind in ("softcap", "all"):
         given["softcap"] = options["softcap"] = 4.0
     if kind == "all":

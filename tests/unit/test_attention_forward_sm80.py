@@ -26,6 +26,7 @@ from kernels_on_host import (
     tile_of,
     view,
 )
+from span_cases import random_spans
 
 from flash_online import reference, testing
 
@@ -150,7 +151,7 @@ def test_packed(kernels, head_dim, causal):
 
 
 @pytest.mark.thin(6)
-@pytest.mark.parametrize("kind", ["bool", "float", "float32", "softcap", "alibi"])
+@pytest.mark.parametrize("kind", ["bool", "float", "float32", "softcap", "alibi", "spans"])
 @pytest.mark.parametrize("head_dim", [64, *map(slow, (96, 256))])
 @pytest.mark.parametrize("room", [227, 99])
 def test_options(kernels, head_dim, kind, room):
@@ -169,6 +170,10 @@ def test_options(kernels, head_dim, kind, room):
         given["slopes"] = options["alibi_slopes"] = torch.tensor([0.3, 0.02])
     if "mask" in given:
         options["mask"] = given["mask"]
+    if kind == "spans":
+        spans = {"query_spans": random_spans(g, (2,), 150, 170, 2), "key_spans": random_spans(g, (1,), 170, 150, 1)}
+        given |= {name: t.expand(2, -1, -1) for name, t in spans.items()}
+        options |= spans
     got = run(kernels(head_dim), *inputs, window=(-1, 0), **given)
     assert got[2] == (SMALL_TILE if room == 99 and head_dim == 256 and "mask" in given else ALL_OPTIONS)
     if kind.startswith("float"):

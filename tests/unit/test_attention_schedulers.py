@@ -353,9 +353,8 @@ def test_visible_blocks(along_keys, size, across, broadcast, shares, run):
                 under = seen[lines, tile] if along_keys else seen[tile, lines]
                 if not (under == HIDDEN).all():
                     expected.append((block, int((under == CLEAR).all()), 0, 0))
-            found = run(
-                "visible_blocks", kinds, *sizes, along_keys, size, across, from_, other, begin, end, rows=end - begin + 1
-            )
+            last = min(from_ + across, other)
+            found = run("visible_blocks", kinds, *sizes, along_keys, size, from_, last, begin, end, rows=end - begin + 1)
             assert found == expected
 
 

@@ -775,7 +775,7 @@ int64_t few_rows_kv_splits(const AttentionProblem& problem) {
   int64_t most = 0;
   visit_floating<Float16, BFloat16>(problem.dtype, [&]<class E>(Type<E>) { most = most_queries<E>(problem.head_dim); });
   constexpr int64_t kLeastKeys = 256;  // it is ahead from 16 on; calls over few keys keep the bits of longer ones
-  if (problem.queries > most || problem.keys < kLeastKeys || problem.has_spans() || !has_few_rows(problem)) return 0;
+  if (problem.queries > most || problem.keys < kLeastKeys || !has_few_rows(problem)) return 0;
   return flash_online::kv_splits_of(problem.keys, kMaxKvSplits, kKeysPerKvSplit);
 }
 

@@ -23,7 +23,6 @@ struct CachedOnCpu : Cpu {
 
 struct CachedOnCuda : Cuda {
   static void attend(const AttentionProblem& problem, const Tensor& like) {
-    check(!problem.has_spans(), "query_spans: expected None on CUDA, where no kernel takes spans yet, got a tensor");
     CudaCall call(like);
     const cuda::Plan<cuda::ForwardPass> plan = cuda::plan_cached(problem);
     plan.run(call.workspace(plan.workspace_bytes), call.stream());

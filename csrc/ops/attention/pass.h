@@ -82,16 +82,9 @@ class KvGradient {
   std::optional<Tensor> buffer_;
 };
 
-// Spans on CUDA: no kernel takes them yet. Python raises before (attention.py).
-inline void refuse_spans(const AttentionInputs& in) {
-  check(!in.query_spans && !in.key_spans, in.query_spans ? "query_spans" : "key_spans",
-        ": expected None on CUDA, where no kernel takes spans yet, got a tensor");
-}
-
 struct AttentionOnCuda : Cuda {
   template <class Call>
   static void run_forward(const Call& call, const PassTensors& tensors) {
-    refuse_spans(call.inputs());
     CudaCall on_cuda(call.inputs().query);
     call.for_each_problem(tensors, [&](const AttentionProblem& problem, const AttentionGradients&) {
       const cuda::Plan<cuda::ForwardPass> plan = cuda::plan_forward(problem);
@@ -101,7 +94,6 @@ struct AttentionOnCuda : Cuda {
 
   template <class Call>
   static void run_backward(const Call& call, PassTensors tensors, bool deterministic) {
-    refuse_spans(call.inputs());
     const Tensor& like = call.inputs().query;
     AttentionProblem whole = call.problem();  // as if all batch dimensions were one
     const int64_t rows = count_of(call.lse_sizes());

@@ -5,7 +5,9 @@
 using namespace flash_online;
 
 #include "cuda/attention/common/backward_workspace.cu"
-#include "cuda/attention/common/mask_map.cu"
+#include "cuda/attention/masks/mask_map.cu"
+#include "cuda/attention/masks/span_bounds.cu"
+#include "cuda/attention/masks/visible_blocks.cu"
 #include "cuda/attention/sm80/backward.cuh"
 #include "cuda/attention/sm80/backward_dq.cuh"
 

@@ -53,10 +53,6 @@ inline unsigned __vcmpne4(unsigned a, unsigned b) {
 }
 inline uint4 __ldcs(const uint4* at) { return *at; }
 inline void __stcs(uint4* at, const uint4& v) { *at = v; }
-template <class T>
-T __ldg(const T* at) {
-  return *at;
-}
 inline float2 __ldcg(const float2* at) { return *at; }
 inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 inline bool __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) == ~0u; }

@@ -3,6 +3,7 @@
 
 using namespace flash_online;
 
+#include "cuda/attention/masks/span_bounds.cu"
 #include "cuda/attention/sm80/cached.cuh"
 #include "cuda/attention/sm80/forward.cuh"
 
@@ -23,7 +24,11 @@ int attention_forward(const AttentionProblem* problem) {
     visit_forward_sm80<HEAD_DIM>(
         *problem, [&]<class Element, Variant kVariant>(Type<Element>, std::integral_constant<Variant, kVariant>) {
           if constexpr (sizeof(Element) == 2) {
-            launch_forward_sm80<Element, HEAD_DIM, kVariant>(*problem, MaskMap{}, nullptr);
+            TileTables tiles;
+            std::vector<SpanBounds> memory(span_tables_of(*problem, nullptr).bytes() / sizeof(SpanBounds));
+            tiles.spans = span_tables_of(*problem, memory.data());
+            fill_span_tables(*problem, tiles.spans, nullptr);
+            launch_forward_sm80<Element, HEAD_DIM, kVariant>(*problem, tiles, nullptr);
             ran = kind_of(kVariant);
           }
         });

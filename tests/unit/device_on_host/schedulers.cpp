@@ -4,9 +4,13 @@
 #include <random>
 #include <string>
 
+struct int4 {
+  int x, y, z, w;
+};
+
 #include "core/batches.h"
-#include "cuda/attention/common/mask_map.cuh"
 #include "cuda/attention/common/tile_list.cuh"
+#include "cuda/attention/masks/visible_blocks.cuh"
 #include "cuda/attention/sm90/forward/tile_scheduler.cuh"
 #include "cuda/attention/sm90/forward/varlen_tile_scheduler.cuh"
 #include "cuda/attention/sm90/tile_cuts.h"
@@ -198,19 +202,21 @@ int64_t tile_cuts(int64_t tiles, int64_t blocks, int64_t sms, int64_t tile_cost,
 }
 
 // Rows of (block, whether it is clear, 0, 0): the blocks of `size` keys (along_keys) or queries of one CTA's walk. Its other
-// side is `across` rows from `from` on. kinds: [queries / 64 or 1, keys / 64 or 1].
-int64_t visible_blocks(const uint8_t* kinds, int64_t query_tiles, int64_t key_tiles, int along_keys, int size, int across,
-                       int from, int count, int begin, int end, int64_t* out, int64_t capacity) {
+// side is the rows [from, last). kinds: [queries / 64 or 1, keys / 64 or 1].
+int64_t visible_blocks(const uint8_t* kinds, int64_t query_tiles, int64_t key_tiles, int along_keys, int size, int from,
+                       int last, int begin, int end, int64_t* out, int64_t capacity) {
   return guarded([&] {
-    MaskMap map;
+    const AttentionProblem problem;
+    TileTables tables;
+    MaskMap& map = tables.map;
     map.data = const_cast<uint8_t*>(kinds);
     map.size[0] = map.size[1] = 1, map.size[2] = query_tiles, map.size[3] = key_tiles;
     Rows4 rows(out, capacity);
     device_on_host::Cta warp;
-    const auto walk = [&]<class Blocks>(const Blocks&) {
+    const auto walk = [&]<class Blocks>(std::type_identity<Blocks>) {
       std::vector<int64_t> of_lane[kLanes];
       warp.run(0, [&](int lane) {
-        Blocks blocks(map, 0, 0, from, count, begin, end);
+        Blocks blocks(problem, &tables, 0, 0, from, last, end * size, begin, end);
         bool clear;
         int block;
         while ((block = blocks.next(clear)) < end) of_lane[lane].push_back(2 * block + clear);
@@ -220,18 +226,16 @@ int64_t visible_blocks(const uint8_t* kinds, int64_t query_tiles, int64_t key_ti
         if (one != of_lane[0]) throw std::runtime_error("the lanes of a warp got different blocks");
       for (const int64_t one : of_lane[0]) rows.add(one / 2, one % 2, 0, 0);
     };
-    const auto with = [&]<int kSize, int kAcross>(std::integral_constant<int, kSize>, std::integral_constant<int, kAcross>) {
-      if (size != kSize || across != kAcross) return;
+    const auto with = [&]<int kSize>(std::integral_constant<int, kSize>) {
+      if (size != kSize) return;
       if (along_keys)
-        walk(KeyBlocks<kAcross, kSize>(map, 0, 0, from, count, 0, 0));
+        walk(std::type_identity<KeyBlocks<kSize>>{});
       else
-        walk(QueryBlocks<kSize, kAcross>(map, 0, 0, from, count, 0, 0));
+        walk(std::type_identity<QueryBlocks<kSize>>{});
     };
-    with(std::integral_constant<int, 64>{}, std::integral_constant<int, 64>{});
-    with(std::integral_constant<int, 64>{}, std::integral_constant<int, 128>{});
-    with(std::integral_constant<int, 32>{}, std::integral_constant<int, 64>{});
-    with(std::integral_constant<int, 32>{}, std::integral_constant<int, 128>{});
-    with(std::integral_constant<int, 16>{}, std::integral_constant<int, 32>{});
+    with(std::integral_constant<int, 64>{});
+    with(std::integral_constant<int, 32>{});
+    with(std::integral_constant<int, 16>{});
     return rows.count;
   });
 }

@@ -269,6 +269,18 @@ T __shfl_xor_sync(unsigned mask, T value, int step) {
   return __builtin_bit_cast(
       T, static_cast<BitsOf<T>>(Cta::exchange(Cta::kShuffleXor, __builtin_bit_cast(BitsOf<T>, value))[Cta::lane() ^ step]));
 }
+template <class T>
+T __ldg(const T* at) {
+  return *at;
+}
+inline int __reduce_min_sync(unsigned mask, int value) {
+  for (int step = 16; step > 0; step /= 2) value = std::min(value, __shfl_xor_sync(mask, value, step));
+  return value;
+}
+inline int __reduce_max_sync(unsigned mask, int value) {
+  for (int step = 16; step > 0; step /= 2) value = std::max(value, __shfl_xor_sync(mask, value, step));
+  return value;
+}
 inline void __syncthreads() { device_on_host::Cta::wait(0, 0, false); }
 inline int __syncthreads_and(int value) { return !device_on_host::Cta::wait(0, 0, value == 0); }
 inline void __syncwarp() { device_on_host::Cta::exchange(device_on_host::Cta::kSync, 0); }

@@ -8,8 +8,8 @@
 #include "../../../core/scratch.h"
 #include "../../../core/visit.h"
 #include "../large_rows/large_rows.cuh"
+#include "../masks/visible_blocks.cuh"
 #include "../sm90/tile_cuts.h"
-#include "mask_map.cuh"
 #include "tile_list.cuh"
 
 namespace flash_online::cuda {
@@ -39,14 +39,14 @@ struct BackwardWorkspace {
   double* sink_partials = nullptr;  // [list.count()], each tile's share of the gradient of its head's sink; null: not wanted
   float* mask_grad_partials = nullptr;  // see mask_grad.h
   LargeRows large_rows;
-  MaskMap map;
+  TileTables tiles;
   int64_t head_dim = 0;  // of dq_accum: the kernel's, not the problem's
   int64_t bytes = 0;
 
   // workspace: memory of `bytes` bytes, aligned to 16, or null to compute `bytes`.
   BackwardWorkspace(const AttentionProblem& problem, const AttentionGradients& gradients, int64_t tile_head_dim,
                     bool with_dq_accum, int64_t mask_grad_partial_count, void* workspace, bool stats_as_operand = false)
-      : list(TileList::of(problem, false, problem.heads, kStatsRows)), map(mask_map_of(problem)), head_dim(tile_head_dim) {
+      : list(TileList::of(problem, false, problem.heads, kStatsRows)), head_dim(tile_head_dim) {
     ScratchAllocator scratch(workspace);
     if (stats_as_operand)
       stats_operand = scratch.take<StatsOperand>(list.count());
@@ -56,7 +56,7 @@ struct BackwardWorkspace {
     sink_partials = scratch.take<double>(gradients.grad_sinks ? list.count() : 0);
     mask_grad_partials = scratch.take<float>(mask_grad_partial_count);
     large_rows = LargeRows(scratch, list.count());
-    map.data = scratch.take<uint8_t>(map.count());
+    tiles = tile_tables_of(problem, scratch.take<char>(tile_tables_of(problem, nullptr).bytes()));
     bytes = scratch.bytes();
   }
 

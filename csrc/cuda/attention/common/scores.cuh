@@ -8,7 +8,8 @@
 #include "../../mma/compensated_accumulator.cuh"
 #include "../../mma/fragments.cuh"
 #include "../large_rows/score_levels.cuh"
-#include "mask_tile.cuh"
+#include "../masks/mask_tile.cuh"
+#include "../masks/span_bounds.cuh"
 #include "score_mod.cuh"
 
 namespace flash_online::cuda {
@@ -51,12 +52,14 @@ struct ScoreBlock {
   int queries, keys;  // the sequence's length
   bool whole;  // all queries and keys of the block exist, and by position every query sees every key
   __device__ __forceinline__ int query_of(int row) const { return query + row; }
+  __device__ __forceinline__ int head_of(int) const { return 0; }  // counts from the block's first
 };
 
 // A ScoreBlock with rows of `heads` heads interleaved: all heads of a query, then the next query.
 struct GroupScoreBlock : ScoreBlock {
   int heads;
   __device__ __forceinline__ int query_of(int row) const { return query + row / heads; }
+  __device__ __forceinline__ int head_of(int row) const { return row % heads; }
 };
 
 // What happens to the derivatives of a score modification: nothing, or gradients of scores are multiplied by them.
@@ -217,6 +220,47 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns, T>& d, 
             const int query = 8 * j + 2 * lane_in_quad() + e;
             T& x = d[i][j][2 * half + e];
             x = query >= begin && query < end ? x : lowest<T>();
+          }
+      }
+  }
+}
+
+// Hides the keys that lie in none of a query's intervals, and the queries that lie in none of a key's. `first_key`: the place
+// of the sequence's key 0, from which the intervals of queries count.
+template <bool kTransposed, int kRows, int kColumns, class T, class Block = ScoreBlock>
+__device__ __forceinline__ void hide_by_spans(Accumulator<kRows, kColumns, T>& d, int row, const HeadSpans& spans,
+                                              const Block& block, int first_key = 0) {
+  const auto hide = [&](T& x, bool shown) { x = shown ? x : lowest<T>(); };
+  const auto of_query = [&](int r) { return spans.of_query(min(block.query_of(r), block.queries - 1), block.head_of(r)); };
+  const auto of_key = [&](int c) { return spans.of_key(min(block.key + c, block.keys - 1)); };
+  // The spans of accumulators' rows, and those of their columns.
+  if (kTransposed ? spans.keys : spans.queries) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row + 16 * i + 8 * half + quad();
+        const RowSpans own = kTransposed ? of_key(r) : of_query(r);
+        const int first = kTransposed ? block.query : block.key + first_key;
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) hide(d[i][j][2 * half + e], own.has(first + 8 * j + 2 * lane_in_quad() + e));
+      }
+  }
+  if (kTransposed ? spans.queries : spans.keys) {
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int c = 8 * j + 2 * lane_in_quad() + e;
+        const RowSpans column = kTransposed ? of_query(c) : of_key(c);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int r = row + 16 * i + 8 * half + quad();
+            hide(d[i][j][2 * half + e], column.has(kTransposed ? block.key + r + first_key : block.query_of(r)));
           }
       }
   }

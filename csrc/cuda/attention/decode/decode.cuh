@@ -187,6 +187,7 @@ inline const char* decode_refusal(const AttentionProblem& p) {
   if (p.cache.kv_splits == 1) return "num_splits=1: results that do not depend on how queries are cut into calls";
   if (p.cache.kv_splits > 1 && p.query_starts)
     return "num_splits together with packed queries: the longest sequence must not matter";
+  if (p.has_spans()) return "spans";
   if (p.mask.data && ((p.queries > 1 && p.mask.stride[2] != 0) || (p.heads > p.key_heads && p.mask.stride[1] != 0)))
     return "a mask with several rows per key head";
   if (decode_rows_of(p) > kDecodeMostRows) return "more than 128 rows of queries per sequence and key head";

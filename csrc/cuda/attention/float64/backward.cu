@@ -129,7 +129,8 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
   const OwnRows query_tile(shared, arguments.streams_rows, problem.head_dim),
       grad_tile(query_tile.end, arguments.streams_rows, problem.head_dim_v);
   double* const stages = grad_tile.end;
-  Walk walk(stages, stage_doubles(arguments), KeyItems(arguments.space.map, tile, query, last_query), steps + out_chunks, load);
+  Walk walk(stages, stage_doubles(arguments), KeyItems(problem, arguments.space.tiles, tile, query, last_query),
+            steps + out_chunks, load);
   if (!arguments.streams_rows) {
     load_row_tile(query_tile.rows, query_rows, query, tile.queries);
     load_row_tile(grad_tile.rows, grad_rows, query, tile.queries);
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
   walk.start();
 
   const DoubleScoreMod score_mod = DoubleScoreMod::of<double>(problem, tile.batch, tile.head);
-  const HeadMask mask(problem, tile.batch, tile.head);
+  const HeadMasks masks(problem, tile.sequence, tile.batch, tile.head);
   const Dropout dropout(problem, tile.batch, tile.head);
   const int row = query + warp_row() + quad();
   const int64_t first_query = Workspace::first_query(problem, tile.batch, tile.head, tile.sequence);
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kMostThreads) query_gradient(const __grid_cons
                             all_see(visible, query, last_query, item.key, item.key + kBlock, tile.keys)};
       if (dropout) drop_gradients(grads, kept_scores<false>(warp_row(), dropout, here), arguments.keep_scale);
       for_each(grads, [&](double& x, int, int, int e) { x -= stats[e / 2].delta; });
-      make_scores<false>(scores, warp_row(), score_mod, mask, item.clear, here, visible,
+      make_scores<false>(scores, warp_row(), score_mod, masks, item.clear, here, visible,
                          [&](int i, int j, int e, double x) { grads[i][j][e] *= x; });
       for_each(grads, [&](double& x, int i, int j, int e) { x *= stats[e / 2].weight(scores[i][j][e]); });
     }
@@ -227,7 +228,8 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
       value_tile(key_tile.end, arguments.streams_rows || !kKey, problem.head_dim_v);  // dV needs no values
   double* const stages = value_tile.end;
   Walk walk(stages, stage_doubles(arguments),
-            QueryItems(arguments.space.map, tile, first_head, heads, key, queries_of_any(visible, key, last_key, tile.queries)),
+            QueryItems(problem, arguments.space.tiles, tile, first_head, heads, key, last_key,
+                       queries_of_any(visible, key, last_key, tile.queries)),
             steps + out_chunks, load);
   if (!arguments.streams_rows) {
     load_row_tile(key_tile.rows, key_rows, key, tile.keys);
@@ -269,7 +271,8 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
         });
       }
       make_scores<true>(scores, warp_row(), DoubleScoreMod::of<double>(problem, tile.batch, head),
-                        HeadMask(problem, tile.batch, head), item.clear, here, visible, [&](int i, int j, int e, double x) {
+                        HeadMasks(problem, tile.sequence, tile.batch, head), item.clear, here, visible,
+                        [&](int i, int j, int e, double x) {
                           if constexpr (kKey) grads[i][j][e] *= x;
                         });
       for_each_score<true>(scores, 0, [&](int i, int j, int e, int query, int) {
@@ -335,7 +338,7 @@ void AttentionBackwardFloat64<kHeadDim>::run(const BackwardPass& pass, void* wor
                                     .list = {},
                                     .streams_rows = false,
                                     .keep_scale = keep_scale(problem)};
-  fill_mask_map(problem, arguments.space.map, stream);
+  fill_tile_tables(problem, arguments.space.tiles, stream);
   const int64_t queries = Workspace::query_count(problem);
   if (queries > 0) launch<row_stats>(arguments, ceil_div(queries, int64_t{kRowThreads / kWarpSize}), kRowThreads, 0, stream);
   launch_gradients(arguments, stream);

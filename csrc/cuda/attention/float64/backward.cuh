@@ -12,18 +12,18 @@ struct Workspace {
   // 0; delta is the sum of grad_out * out, less the gradient of lse.
   double *lse = nullptr, *lse_low = nullptr, *delta = nullptr;
   double* mask_grad_partials = nullptr;  // see mask_grad_partials()
-  MaskMap map;
+  TileTables tiles;
   int64_t bytes = 0;
 
   // memory: null to compute `bytes`.
-  Workspace(const AttentionProblem& problem, int64_t mask_grad_partial_count, void* memory) : map(mask_map_of(problem)) {
+  Workspace(const AttentionProblem& problem, int64_t mask_grad_partial_count, void* memory) {
     ScratchAllocator scratch(memory);
     const int64_t count = query_count(problem);
     lse = scratch.take<double>(count);
     lse_low = scratch.take<double>(count);
     delta = scratch.take<double>(count);
     mask_grad_partials = scratch.take<double>(mask_grad_partial_count);
-    map.data = scratch.take<uint8_t>(map.count());
+    tiles = tile_tables_of(problem, scratch.take<char>(tile_tables_of(problem, nullptr).bytes()));
     bytes = scratch.bytes();
   }
 
@@ -68,26 +68,29 @@ struct QueryItems {
   struct Item {
     int head;  // counts from the first
     int query;  // the first
-    bool clear;  // the mask hides and adds nothing here
+    bool clear;  // the mask and spans hide and add nothing here
     bool exists;
   };
-  using Blocks = QueryBlocks<kBlock, kMostRows>;
-  const MaskMap& map;
+  using Blocks = QueryBlocks<kBlock>;
+  const AttentionProblem& problem;
+  const TileTables& tables;
   int64_t batch, first_head;
-  int key, keys, begin, end, heads, head = 0;
+  int key, last_key, queries, begin, end, heads, head = 0;
   Blocks blocks;
 
-  __device__ __forceinline__ QueryItems(const MaskMap& map_, const WorkTile& tile, int64_t first_head_, int heads_, int key_,
-                                        const QueryRange& range)
-      : map(map_),
+  __device__ __forceinline__ QueryItems(const AttentionProblem& problem_, const TileTables& tables_, const WorkTile& tile,
+                                        int64_t first_head_, int heads_, int key_, int last_key_, const QueryRange& range)
+      : problem(problem_),
+        tables(tables_),
         batch(tile.batch),
         first_head(first_head_),
         key(key_),
-        keys(tile.keys),
+        last_key(last_key_),
+        queries(tile.queries),
         begin(static_cast<int>(range.begin / kBlock)),
         end(range.end > range.begin ? static_cast<int>(ceil_div(min(range.end, int64_t{tile.queries}), int64_t{kBlock})) : 0),
         heads(heads_),
-        blocks(map, batch, first_head, key, keys, begin, end) {}
+        blocks(problem, &tables, batch, first_head, key, last_key, queries, begin, end) {}
   __device__ __forceinline__ Item next() {
     for (;;) {
       bool clear;
@@ -95,7 +98,7 @@ struct QueryItems {
       if (block < end) return {head, block * kBlock, clear, true};
       if (head + 1 >= heads) return {head, 0, false, false};
       ++head;
-      blocks = Blocks(map, batch, first_head + head, key, keys, begin, end);
+      blocks = Blocks(problem, &tables, batch, first_head + head, key, last_key, queries, begin, end);
     }
   }
 };

@@ -13,7 +13,7 @@ namespace {
 struct ForwardArguments {
   AttentionProblem problem;
   TileList list;  // of queries
-  MaskMap map;
+  TileTables tiles;
   double keep_scale;  // 1 / (1 - dropout)
 };
 
@@ -108,13 +108,13 @@ __global__ void __launch_bounds__(kMostThreads) attention_forward(const __grid_c
   };
   double* const query_tile = shared;
   const int pitch = row_tile_pitch(problem.head_dim);
-  Walk walk(shared + rows * pitch, kStageDoubles, KeyItems(arguments.map, tile, query, last_query), key_chunks + value_chunks,
-            load);
+  Walk walk(shared + rows * pitch, kStageDoubles, KeyItems(problem, arguments.tiles, tile, query, last_query),
+            key_chunks + value_chunks, load);
   load_row_tile(query_tile, query_rows, query, tile.queries);
   walk.start();
 
   const DoubleScoreMod score_mod = DoubleScoreMod::of<double>(problem, tile.batch, tile.head);
-  const HeadMask mask(problem, tile.batch, tile.head);
+  const HeadMasks masks(problem, tile.sequence, tile.batch, tile.head);
   const Dropout dropout(problem, tile.batch, tile.head);
   Outputs out;
   clear(out);
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kMostThreads) attention_forward(const __grid_c
       if (step + 1 < key_chunks) continue;
       const ScoreBlock here{query, item.key, tile.queries, tile.keys,
                             all_see(visible, query, last_query, item.key, item.key + kBlock, tile.keys)};
-      make_scores<false>(scores, warp_row(), score_mod, mask, item.clear, here, visible);
+      make_scores<false>(scores, warp_row(), score_mod, masks, item.clear, here, visible);
       softmax_step(scores, out, states);
       if (dropout) {
         const unsigned kept = kept_scores<false>(warp_row(), dropout, here);
@@ -161,16 +161,15 @@ const char* AttentionForwardFloat64<kHeadDim>::refusal(const ForwardPass& pass, 
 
 template <int kHeadDim>
 int64_t AttentionForwardFloat64<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
-  return mask_map_of(pass.problem).count();
+  return tile_tables_of(pass.problem, nullptr).bytes();
 }
 
 template <int kHeadDim>
 void AttentionForwardFloat64<kHeadDim>::run(const ForwardPass& pass, void* workspace, CUstream_st* stream) {
-  MaskMap map = mask_map_of(pass.problem);
-  if (map.count() > 0) map.data = static_cast<uint8_t*>(workspace);
-  fill_mask_map(pass.problem, map, stream);
+  const TileTables tiles = tile_tables_of(pass.problem, workspace);
+  fill_tile_tables(pass.problem, tiles, stream);
   const float64::ForwardArguments arguments{
-      .problem = pass.problem, .list = {}, .map = map, .keep_scale = float64::keep_scale(pass.problem)};
+      .problem = pass.problem, .list = {}, .tiles = tiles, .keep_scale = float64::keep_scale(pass.problem)};
   float64::launch_tiles<float64::attention_forward>(arguments, false, pass.problem.heads, pass.problem.head_dim_v,
                                                     float64::row_bytes(pass.problem), stream);
 }

@@ -160,7 +160,8 @@ __global__ void __launch_bounds__(kThreads) mask_grad(const __grid_constant__ Ma
     const Dropout dropout(problem, item.batch, item.head);
     if (dropout) drop_gradients(grads, kept_scores<false>(warp_row(), dropout, here), arguments.all.keep_scale);
     make_scores<false>(scores, warp_row(), DoubleScoreMod::of<double>(problem, item.batch, item.head),
-                       HeadMask(problem, item.batch, item.head), false, here, problem.visible);
+                       HeadMasks(problem, sequence_of(problem, item.batch), item.batch, item.head), false, here,
+                       problem.visible);
     const int row = item.query + warp_row() + quad();
     const int64_t first = Workspace::first_query(problem, item.batch, item.head, sequence_of(problem, item.batch));
     const RowStats stats[2] = {{space, first + row, row < queries}, {space, first + row + 8, row + 8 < queries}};

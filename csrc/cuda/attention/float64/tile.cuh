@@ -8,9 +8,9 @@
 #include "../../hw/launch.h"
 #include "../../mma/fragments.cuh"
 #include "../common/dropout.cuh"
-#include "../common/mask_map.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_list.cuh"
+#include "../masks/visible_blocks.cuh"
 #include "../sm80/load.cuh"
 
 namespace flash_online::cuda::float64 {
@@ -119,13 +119,14 @@ class Walk {
 struct KeyItems {
   struct Item {
     int key;  // the first
-    bool clear;  // the mask hides and adds nothing here
+    bool clear;  // the mask and spans hide and add nothing here
     bool exists;
   };
-  KeyBlocks<kMostRows, kBlock> blocks;
+  KeyBlocks<kBlock> blocks;
   int end;
-  __device__ __forceinline__ KeyItems(const MaskMap& map, const WorkTile& tile, int query, int last_query)
-      : KeyItems(map, tile, query, keys_of_any(tile.sequence.visible, query, last_query, tile.keys)) {}
+  __device__ __forceinline__ KeyItems(const AttentionProblem& problem, const TileTables& tables, const WorkTile& tile,
+                                      int query, int last_query)
+      : KeyItems(problem, tables, tile, query, last_query, keys_of_any(tile.sequence.visible, query, last_query, tile.keys)) {}
   __device__ __forceinline__ Item next() {
     bool clear;
     const int block = blocks.next(clear);
@@ -133,8 +134,9 @@ struct KeyItems {
   }
 
  private:
-  __device__ __forceinline__ KeyItems(const MaskMap& map, const WorkTile& tile, int query, const KeyRange& range)
-      : blocks(map, tile.batch, tile.head, query, tile.queries, static_cast<int>(range.begin / kBlock),
+  __device__ __forceinline__ KeyItems(const AttentionProblem& problem, const TileTables& tables, const WorkTile& tile,
+                                      int query, int last_query, const KeyRange& range)
+      : blocks(problem, &tables, tile.batch, tile.head, query, last_query, tile.keys, static_cast<int>(range.begin / kBlock),
                range.end > range.begin ? static_cast<int>(ceil_div(range.end, int64_t{kBlock})) : 0),
         end(range.end > range.begin ? static_cast<int>(ceil_div(range.end, int64_t{kBlock})) : 0) {}
 };
@@ -203,13 +205,23 @@ __device__ __forceinline__ void apply_mask(Scores& d, int row, const HeadMask& m
   });
 }
 
-// Scores of products: score modification, mask, visibility. d: a warp's, from row `row` of the block on.
+// What hides a head's keys from its queries, but for their positions.
+struct HeadMasks {
+  HeadMask mask;
+  HeadSpans spans;
+  __device__ __forceinline__ HeadMasks(const AttentionProblem& problem, const Sequence& sequence, int64_t batch, int64_t head)
+      : mask(problem, batch, head), spans(problem, sequence, batch, head) {}
+};
+
+// Scores of products: score modification, mask, spans, visibility. d: a warp's, from row `row` of the block on. is_clear: the
+// mask and spans hide and add nothing.
 template <bool kTransposed, class Derivative = NoDerivative>
-__device__ __forceinline__ void make_scores(Scores& d, int row, const DoubleScoreMod& score_mod, const HeadMask& mask,
-                                            bool mask_is_clear, const ScoreBlock& block, const Visibility& visible,
+__device__ __forceinline__ void make_scores(Scores& d, int row, const DoubleScoreMod& score_mod, const HeadMasks& masks,
+                                            bool is_clear, const ScoreBlock& block, const Visibility& visible,
                                             Derivative&& derivative = {}) {
   apply_score_mod<kTransposed>(d, row, score_mod, block, visible, derivative);
-  if (mask.data && !mask_is_clear) apply_mask<kTransposed>(d, row, mask, block);
+  if (masks.mask.data && !is_clear) apply_mask<kTransposed>(d, row, masks.mask, block);
+  if ((masks.spans.queries || masks.spans.keys) && !is_clear) hide_by_spans<kTransposed>(d, row, masks.spans, block);
   if (!block.whole) hide_scores<kTransposed>(d, row, block, visible);
 }
 

@@ -15,12 +15,12 @@
 #include "../common/backward_workspace.cuh"
 #include "../common/dq_accum.cuh"
 #include "../common/dropout.cuh"
-#include "../common/mask_grad.h"
-#include "../common/mask_map.cuh"
 #include "../common/scores.cuh"
 #include "../common/store_rows.cuh"
 #include "../common/tile_list.cuh"
 #include "../kernels.h"
+#include "../masks/mask_grad.h"
+#include "../masks/visible_blocks.cuh"
 #include "load.cuh"
 #include "tiles.h"
 #include "variants.cuh"
@@ -378,7 +378,8 @@ class BackwardSm80Kernel {
   // ---- mainloop over blocks of one head's queries --------------------------------------------------------------------------
   __device__ __forceinline__ auto query_blocks_of(int head) const {
     if constexpr (kHasOptions)
-      return QueryBlocks<kQueries, kKeys>(direct ? MaskMap{} : arguments.space.map, batch, head, key, keys, begin, end);
+      return QueryBlocks<kQueries>(problem, direct ? nullptr : &arguments.space.tiles, batch, head, key, last_key, queries,
+                                   begin, end);
     else
       return AllBlocks{begin};
   }
@@ -402,7 +403,6 @@ class BackwardSm80Kernel {
     const auto step = [&](auto& copies) __attribute__((always_inline)) {
       using Copies = std::remove_reference_t<decltype(copies)>;
       const int query = block * kQueries;
-      const bool masked = kHasOptions && head.mask.data && !mask_is_clear;
       cp_async_wait();
       __syncthreads();  // this block is there, and all have done with the one before
       const int next = query_blocks.next(next_mask_is_clear), next_stage = kStages > 1 ? stage ^ 1 : 0;
@@ -418,7 +418,7 @@ class BackwardSm80Kernel {
         copies.start_queries(next_stage, next);
         copies.start_grad_out(next_stage, next);
       };
-      make_weights_and_grad_scores(scores, grads, head, stage, here, kept, masked, start_copies);
+      make_weights_and_grad_scores(scores, grads, head, stage, here, kept, mask_is_clear, start_copies);
       const ScoreOperand weight_operand(scores), grad_operand(grads);
       if (has_scores && !kInRegisters) weight_operand.store(weight_tile, score_row, score_query);
       if (has_scores && (!kInRegisters || makes_dq)) grad_operand.store(grad_tile, score_row, score_query);
@@ -521,7 +521,7 @@ class BackwardSm80Kernel {
 
   template <class AfterProducts>
   __device__ __forceinline__ void make_weights_and_grad_scores(Scores& scores, Scores& grads, const Head& head, int stage,
-                                                               const ScoreBlock& here, unsigned kept, bool masked,
+                                                               const ScoreBlock& here, unsigned kept, bool is_clear,
                                                                const AfterProducts& after_products) const {
     Compensation score_compensation, grad_compensation;
     if constexpr (kSplits) {
@@ -541,7 +541,7 @@ class BackwardSm80Kernel {
     if (has_scores) {
       const RowStats stats{row_stats(stage).data + score_query};
       subtract_deltas(grads, grad_compensation, head, stats, kept);
-      make_scores(scores, score_compensation, grads, head, here, stats, masked);
+      make_scores(scores, score_compensation, grads, head, here, stats, is_clear);
       make_weights(scores, score_compensation, grads, head, stats, kept);
     }
   }
@@ -565,15 +565,17 @@ class BackwardSm80Kernel {
 
   // Turns products into scores: score modification (its derivative multiplies `grads`), mask and visibility.
   __device__ __forceinline__ void make_scores(Scores& scores, Compensation& compensation, Scores& grads, const Head& head,
-                                              const ScoreBlock& here, const RowStats& stats, bool masked) const {
+                                              const ScoreBlock& here, const RowStats& stats, bool is_clear) const {
     if (kHasOptions && head.score_mod.has_score_mod)
       apply_score_mod<true>(scores, score_row, head.score_mod, here, sequence.visible, TimesDerivative{grads}, &compensation);
-    if (masked)
+    if (kHasOptions && head.mask.data && !is_clear)
       mask_scores<true>(
           scores, score_row, head.mask.dtype, head.score_mod.lowest_score,
           LaterQueries<decltype(mask_tile)>{mask_tile, score_query}, [&] { return stats.template least_lse<kScoreColumns>(); },
           &compensation);
     renormalize(scores, compensation);
+    if (kHasOptions && problem.has_spans() && !is_clear)
+      hide_by_spans<true>(scores, score_row, HeadSpans(problem, sequence, batch, head.index), here);
     if (!here.whole) hide_scores<true>(scores, score_row, here, sequence.visible);
   }
 
@@ -762,7 +764,7 @@ void AttentionBackwardSm80<kHeadDim>::run(const BackwardPass& pass, void* worksp
   const AttentionGradients& gradients = pass.gradients;
   const BackwardWorkspace space = backward_sm80_workspace<kHeadDim>(pass, workspace);
   const DqMode dq_mode = dq_mode_on_sm80<kHeadDim>(problem, pass.deterministic);
-  fill_mask_map(problem, space.map, stream);
+  fill_tile_tables(problem, space.tiles, stream);
   prepare_backward(problem, gradients, space, stream);
   visit_backward_sm80<kHeadDim>(problem, [&]<class Element, Variant kVariant>(Type<Element>, VariantConstant<kVariant>) {
     launch_backward_sm80<Element, kHeadDim, kVariant>(problem, gradients, space, dq_mode, stream);

@@ -83,7 +83,7 @@ class BackwardDqSm80Kernel {
 
   const KeyRange range;
   const int end;
-  KeyBlocks<kQueries, kKeys> key_blocks;
+  KeyBlocks<kKeys> key_blocks;
   bool mask_is_clear;
   int block;
 
@@ -113,7 +113,8 @@ class BackwardDqSm80Kernel {
         row(static_cast<int>(threadIdx.x) / kWarpSize * 16),
         range(keys_of_any(sequence.visible, query, last_query, keys)),
         end(range.end > range.begin ? static_cast<int>((range.end + kKeys - 1) / kKeys) : 0),
-        key_blocks(arguments.space.map, batch, head, query, queries, static_cast<int>(range.begin / kKeys), end),
+        key_blocks(problem, &arguments.space.tiles, batch, head, query, last_query, keys, static_cast<int>(range.begin / kKeys),
+                   end),
         block(key_blocks.next(mask_is_clear)) {}
 
   // ---- loads ---------------------------------------------------------------------------------------------------------------
@@ -204,6 +205,8 @@ class BackwardDqSm80Kernel {
           scores, row, mask.dtype, score_mod.lowest_score, mask_tile, [&] { return fminf(stats.lse[0], stats.lse[1]); },
           &compensation);
     renormalize(scores, compensation);
+    if (problem.has_spans() && !mask_is_clear)
+      hide_by_spans<false>(scores, row, HeadSpans(problem, sequence, batch, head), here);
     if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
   }
 

@@ -75,7 +75,7 @@ void launch_cached_sm80(const AttentionProblem& problem, void* workspace, CUstre
   ForwardSm80Arguments arguments{
       .problem = problem,
       .list = cached_tiles_of<Kernel>(problem),
-      .map = {},
+      .tiles = {},
       .score_mod = ScoreMod(problem),
       .keep_scale = 1,
       .kv_splits = cached_kv_splits_of<Kernel>(problem),

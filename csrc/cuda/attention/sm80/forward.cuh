@@ -13,11 +13,11 @@
 #include "../../mma/gemm.cuh"
 #include "../cache/kv_splits.cuh"
 #include "../common/dropout.cuh"
-#include "../common/mask_map.cuh"
 #include "../common/scores.cuh"
 #include "../common/store_rows.cuh"
 #include "../common/tile_list.cuh"
 #include "../kernels.h"
+#include "../masks/visible_blocks.cuh"
 #include "load.cuh"
 #include "load_cached.cuh"
 #include "tiles.h"
@@ -28,7 +28,7 @@ namespace flash_online::cuda {
 struct ForwardSm80Arguments {
   AttentionProblem problem;
   TileList list;
-  MaskMap map;
+  TileTables tiles;
   ScoreMod score_mod;
   float keep_scale;  // 1 / (1 - dropout)
   KvSplits kv_splits;  // of cached keys
@@ -217,8 +217,8 @@ class ForwardSm80Kernel {
   __device__ __forceinline__ static auto key_blocks_of(const ForwardSm80Arguments& arguments, const Work& work,
                                                        const BlockRange& blocks) {
     if constexpr (kHasMask)
-      return KeyBlocks<kQueries, kKeys>(arguments.map, work.batch, work.head, work.query,
-                                        static_cast<int>(work.sequence.queries.count), blocks.begin, blocks.end);
+      return KeyBlocks<kKeys>(arguments.problem, &arguments.tiles, work.batch, work.head, work.query, work.last_query,
+                              static_cast<int>(work.sequence.keys.count), blocks.begin, blocks.end);
     else
       return AllBlocks{blocks.begin};
   }
@@ -548,8 +548,9 @@ class ForwardSm80Kernel {
 
   // Makes scores of a block's products (score modification, mask, visibility), and absorbs them.
   template <class Block>
-  __device__ __forceinline__ static void absorb(const Head& head, const Work& work, const Band& band, const Block& here,
-                                                const MaskTile<kQueries, kKeys, kThreads>& mask_tile, bool masked,
+  __device__ __forceinline__ static void absorb(const AttentionProblem& problem, const Head& head, const Work& work,
+                                                const Band& band, const Block& here,
+                                                const MaskTile<kQueries, kKeys, kThreads>& mask_tile, bool is_clear,
                                                 Scores& scores, Compensation& compensation, Outputs& out, RowStates& states,
                                                 ValueTile values, const WarpPlace& place) {
     if constexpr (kIsSimple) {
@@ -561,8 +562,11 @@ class ForwardSm80Kernel {
       if (kHasOptions && head.score_mod.has_score_mod)
         apply_score_mod<false>(scores, row, head.score_mod, here, visible, NoDerivative{}, &compensation);
       const auto least = [&] { return least_max(states); };
-      if (masked)
+      if (kHasMask && head.mask.data && !is_clear)
         mask_scores<false>(scores, row, head.mask.dtype, head.score_mod.lowest_score, mask_tile, least, &compensation);
+      if (kHasOptions && problem.has_spans() && !is_clear)
+        hide_by_spans<false>(scores, row, HeadSpans(problem, work.sequence, work.batch, work.head), here,
+                             kCached ? static_cast<int>(work.sequence.keys.begin) : 0);
       renormalize(scores, compensation);
       if (!here.whole) hide_scores<false>(scores, row, here, visible);
       softmax_step(scores, compensation, out, states, head.scale, place);
@@ -841,7 +845,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
     using Copies = std::remove_reference_t<decltype(copies)>;
     constexpr bool kSkips = decltype(skips)::value;
     const int key = block * kKeys;
-    const bool masked = kHasMask && heads.mask.data && !mask_is_clear;
+    [[maybe_unused]] const bool masked = kHasMask && heads.mask.data && !mask_is_clear;
     const Stage tiles(shared, stage), next_tiles(shared, kStages > 1 ? stage ^ 1 : 0);
     cp_async_wait();
     // The keys are there, with two stages the values too, and all have done with the values and the mask of the block before.
@@ -885,7 +889,8 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
 
     if (!kSkips && !is_idle) {
       const auto here = score_block({query, key + place.key(), queries, keys, Copies::kWhole || blocks.is_whole(block)}, rows);
-      absorb(heads, work, band, here, mask_tile, masked, scores, compensation, out, states, tiles.values, place);
+      absorb(arguments.problem, heads, work, band, here, mask_tile, mask_is_clear, scores, compensation, out, states,
+             tiles.values, place);
     }
     if (kStages == 1 && next < blocks.end) copies.finish_keys(tiles.keys, next * kKeys);
     block = next, mask_is_clear = next_mask_is_clear;
@@ -913,13 +918,13 @@ void visit_forward_sm80(const AttentionProblem& problem, F&& f, SharedBytes... s
 }
 
 template <class Element, int kHeadDim, Variant kVariant>
-void launch_forward_sm80(const AttentionProblem& problem, const MaskMap& map, CUstream_st* stream) {
+void launch_forward_sm80(const AttentionProblem& problem, const TileTables& tiles, CUstream_st* stream) {
   using Kernel = ForwardSm80Kernel<Element, kHeadDim, kVariant>;
   const ForwardSm80Arguments arguments{
       .problem = problem,
       .list = TileList::of(problem, false, problem.heads, Kernel::kQueries)
                   .by_length(problem.visible, int64_t{sm_count()} * Kernel::kTile.ctas_per_sm),
-      .map = map,
+      .tiles = tiles,
       .score_mod = ScoreMod(problem),
       .keep_scale = problem.dropout < 1 ? static_cast<float>(1 / (1 - problem.dropout)) : 0.0f,
       .kv_splits = {},
@@ -950,16 +955,15 @@ const char* AttentionForwardSm80<kHeadDim>::refusal(const ForwardPass& pass, con
 
 template <int kHeadDim>
 int64_t AttentionForwardSm80<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
-  return mask_map_of(pass.problem).count();
+  return tile_tables_of(pass.problem, nullptr).bytes();
 }
 
 template <int kHeadDim>
 void AttentionForwardSm80<kHeadDim>::run(const ForwardPass& pass, void* workspace, CUstream_st* stream) {
-  MaskMap map = mask_map_of(pass.problem);
-  if (map.count() > 0) map.data = static_cast<uint8_t*>(workspace);
-  fill_mask_map(pass.problem, map, stream);
+  const TileTables tiles = tile_tables_of(pass.problem, workspace);
+  fill_tile_tables(pass.problem, tiles, stream);
   visit_forward_sm80<kHeadDim>(pass.problem, [&]<class Element, Variant kVariant>(Type<Element>, VariantConstant<kVariant>) {
-    launch_forward_sm80<Element, kHeadDim, kVariant>(pass.problem, map, stream);
+    launch_forward_sm80<Element, kHeadDim, kVariant>(pass.problem, tiles, stream);
   });
 }
 

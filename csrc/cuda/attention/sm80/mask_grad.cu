@@ -7,8 +7,8 @@
 #include "../../hw/launch.h"
 #include "../../mma/gemm.cuh"
 #include "../common/dropout.cuh"
-#include "../common/mask_grad.h"
 #include "../common/scores.cuh"
+#include "../masks/mask_grad.h"
 #include "load.cuh"
 
 namespace flash_online::cuda {
@@ -52,7 +52,7 @@ struct TileStep {
 // The tiles of the mask that a CTA has, its share of what they are broadcast over, and the order of its blocks of scores.
 struct TileSteps {
   const AttentionProblem& problem;
-  const MaskMap& map;
+  const TileTables& tables;
   const Extents& extents;
   int queries, keys;
   int first_tile, last_tile;  // along the mask's columns
@@ -61,7 +61,7 @@ struct TileSteps {
 
   __device__ __forceinline__ explicit TileSteps(const MaskGradSm80Arguments& arguments)
       : problem(arguments.problem),
-        map(arguments.space.map),
+        tables(arguments.space.tiles),
         extents(arguments.extents),
         queries(static_cast<int>(problem.queries)),
         keys(static_cast<int>(problem.keys)) {
@@ -91,13 +91,18 @@ struct TileSteps {
     step.batch = static_cast<int>(left / extents.heads) + mask_batch;
   }
 
-  // True if position and the mask map leave a score visible.
+  // True if position, the mask map and the bounds of spans leave a score visible.
   __device__ __forceinline__ bool is_visible(const TileStep& step) const {
     const KeyRange range = keys_of_any(problem.visible, step.query, min(step.query + kMaskTile, queries), keys);
     if (range.end <= range.begin || range.end <= step.key || range.begin >= step.key + kMaskTile) return false;
-    return !map.data || static_cast<MaskKind>(map.row(step.batch, step.head,
-                                                      step.query / kMaskTile)[map.size[3] == 1 ? 0 : step.key / kMaskTile]) !=
-                            MaskKind::kHidden;
+    const MaskMap& map = tables.map;
+    if (map.data &&
+        static_cast<MaskKind>(map.row(
+            step.batch, step.head, step.query / kMaskTile)[map.size[3] == 1 ? 0 : step.key / kMaskTile]) == MaskKind::kHidden)
+      return false;
+    const TileSpans spans(problem, tables.spans, step.batch, step.head);
+    return spans.kind(step.query, min(step.query + kMaskTile, queries), step.key, min(step.key + kMaskTile, keys)) !=
+           MaskKind::kHidden;
   }
 
   // Moves on to the first visible block from `step` on; past the last tile if there is none.
@@ -203,6 +208,8 @@ class MaskGradSm80Kernel {
     mask_scores<false>(
         scores, row, dtype, score_mod.lowest_score, mask, [&] { return fminf(stats.lse[0], stats.lse[1]); }, &compensation);
     renormalize(scores, compensation);
+    if (problem.has_spans())
+      hide_by_spans<false>(scores, row, HeadSpans(problem, sequence_of(problem, step.batch), step.batch, step.head), block);
     if (!block.whole) hide_scores<false>(scores, row, block, problem.visible);
     for_each(scores, [&](float& x, int, int j, int e) {
       x = FastBinary::exp(exponent_of<Compensation>(x, compensation.low[0][j][e], 1, stats.lse[e / 2], stats.lse_low[e / 2]));

@@ -13,8 +13,8 @@
 #include "../../hw/mbarrier.cuh"
 #include "../../hw/setmaxnreg.cuh"
 #include "../common/dropout.cuh"
-#include "../common/mask_grad.h"
 #include "../common/scores.cuh"
+#include "../masks/mask_grad.h"
 #include "gemm.cuh"
 #include "tma_tensor.cuh"
 
@@ -97,7 +97,7 @@ struct MaskGradSm90Kernel {
   __device__ static bool is_visible(const MaskGradSm90Arguments& a, const MaskGradWorkTile& tile, int last_query) {
     const KeyRange range = keys_of_any(a.problem.visible, tile.query, last_query, a.problem.keys);
     if (range.end <= range.begin || range.end <= tile.key || range.begin >= tile.key + kKeys) return false;
-    const MaskMap& map = a.space.map;
+    const MaskMap& map = a.space.tiles.map;
     if (!map.data) return true;
     const auto last = [&](int i, int first) { return map.size[i] == 1 ? 0 : min(map.size[i] - 1, int64_t{first + 1}); };
     const int row = tile.query / kMaskMapTile, column = tile.key / kMaskMapTile;

@@ -13,10 +13,10 @@
 #include "../../../mma/fragments.cuh"
 #include "../../common/backward_workspace.cuh"
 #include "../../common/dropout.cuh"
-#include "../../common/mask_map.cuh"
-#include "../../common/mask_tile.cuh"
 #include "../../common/scores.cuh"
 #include "../../common/tile_list.cuh"
+#include "../../masks/mask_tile.cuh"
+#include "../../masks/visible_blocks.cuh"
 #include "../tma_tensor.cuh"
 #include "supported.h"
 #include "tiles.h"
@@ -25,7 +25,8 @@ namespace flash_online::cuda {
 
 constexpr int kDqChunkColumnsSm90 = 64;  // columns of dQ that a warpgroup computes at a time
 
-// The source of a mask that does not use MaskTile: none, TransposedMaskBits, or TMA boxes of the mask as it is in memory.
+// The source of a mask that does not use MaskTile: none; bits, as in TransposedMaskBits, which a table has of a bool mask and
+// which the span warps make of spans; or TMA boxes of the mask as it is in memory.
 enum class TransposedMask { kNone, kBits, kTma };
 
 struct BackwardSm90Arguments {
@@ -62,6 +63,9 @@ struct BackwardSm90Kernel {
   static constexpr bool kHasMaskMap = kFeatures != BackwardSm90Features::kPlain;  // a mask map may hide whole blocks
   static constexpr bool kTransposed = kHasMaskMap && !kAllOptions;  // masks come by TransposedMask, and not by MaskTile
   static constexpr bool kCutsTiles = !kHasMaskMap;  // work tiles may come in parts
+  // Warps 2 and 3 make a mask's bits of spans.
+  static constexpr bool kTakesSpans = kFeatures == BackwardSm90Features::kSpans;
+  static constexpr int kSpanWarps = 2;
   static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1;
   // Takes the head dims of narrower rows as well.
   static constexpr bool kPadsHeadDim = kAllOptions || (kPipelined && kHasMaskMap);
@@ -179,6 +183,11 @@ struct BackwardSm90Kernel {
   struct MaskBarriers {  // of a mask's boxes; of dropout's bits
     uint64_t full, empty, dropout_full[kStages];
   };
+  // A block is announced to the span warps. The producer may be two blocks ahead of them.
+  struct SpanBarriers {
+    static constexpr int kCount = 4;
+    uint64_t announced[kCount];
+  };
   struct Shared {
     KeyTile key[kKeyBuffers];
     ValueTile value;
@@ -205,6 +214,7 @@ struct BackwardSm90Kernel {
     uint64_t ds_empty[2];  // all warps that make dQ of it are done, of the cluster's other CTA too
     [[no_unique_address]] std::conditional_t<kPipelined, HandOverBarriers, Without<HandOverBarriers>> hand_over;
     [[no_unique_address]] std::conditional_t<kHasMaskBarriers, MaskBarriers, Without<MaskBarriers>> mask;
+    [[no_unique_address]] std::conditional_t<kTakesSpans, SpanBarriers, Without<SpanBarriers>> spans;
 
     // dQ on its way to global memory, and at the end of a persistent kernel's work tile dV of two boxes.
     alignas(kDqAlignment) float dq_staging[kStagesDq ? kDqWarps : 1][kStagesDq ? kDqBulkTiles * 128 : 4];
@@ -212,6 +222,8 @@ struct BackwardSm90Kernel {
   // After Shared there is a MaskTile; or a mask's boxes or its bits, and then the bits of dropout.
   static constexpr int kMaskAlignment = kTransposed && !kPipelined ? kBoxAlignment : kVectorBytes;
   static constexpr int kMaskOffset = (sizeof(Shared) + kMaskAlignment - 1) / kMaskAlignment * kMaskAlignment;
+  // Bits that the span warps make are there before their stage is free.
+  static constexpr int kMaskBitsBuffers = kTakesSpans ? 2 * kStages : kStages;
   struct MaskBox {
     T value[kQueries][kBoxColumns];
   };
@@ -222,7 +234,7 @@ struct BackwardSm90Kernel {
                                                          TransposedMaskBits::kWords);
   static constexpr int shared_bytes(TransposedMask mask) {  // where kTransposed
     return kMaskOffset + static_cast<int>((mask == TransposedMask::kTma ? 2 * sizeof(MaskBox) : 0) +
-                                          (mask == TransposedMask::kBits ? kStages * sizeof(BlockBits) : 0) +
+                                          (mask == TransposedMask::kBits ? kMaskBitsBuffers * sizeof(BlockBits) : 0) +
                                           (kHasDropout ? kStages * sizeof(BlockBits) : 0));
   }
   static int shared_bytes(const AttentionProblem& problem, TransposedMask mask) {
@@ -249,8 +261,8 @@ struct BackwardSm90Kernel {
   __device__ __forceinline__ static MaskBox& mask_box(Shared& shared, int warpgroup) {
     return reinterpret_cast<MaskBox*>(reinterpret_cast<char*>(&shared) + kMaskOffset)[warpgroup];
   }
-  __device__ __forceinline__ static BlockBits& mask_bits(Shared& shared, int stage) {
-    return reinterpret_cast<BlockBits*>(reinterpret_cast<char*>(&shared) + kMaskOffset)[stage];
+  __device__ __forceinline__ static BlockBits& mask_bits(Shared& shared, int buffer) {
+    return reinterpret_cast<BlockBits*>(reinterpret_cast<char*>(&shared) + kMaskOffset)[buffer];
   }
   __device__ __forceinline__ static BlockBits& dropout_bits(const BackwardSm90Arguments& a, Shared& shared, int stage) {
     return mask_bits(shared, stage + (a.transposed_mask == TransposedMask::kBits ? kStages : 0));
@@ -308,9 +320,10 @@ struct BackwardSm90Kernel {
   __device__ static void init_barriers(const BackwardSm90Arguments& a, Shared& shared);
   __device__ static void run(const BackwardSm90Arguments& a, Shared& shared);
 
-  // The producer warp, the dropout warps, and the warp that waits for the dQ semaphore (producer.cuh).
+  // The producer warp, the span warps, the dropout warps, and the warp that waits for the dQ semaphore (producer.cuh).
   class MaskedBlockIterator;
   struct Producer;
+  __device__ static void make_span_bits(const BackwardSm90Arguments& a, Shared& shared, int part);
   __device__ static void generate_dropout(const BackwardSm90Arguments& a, Shared& shared, int quarter);
   __device__ static void order_dq_adds(const BackwardSm90Arguments& a, Shared& shared, const BackwardWorkTile& tile,
                                        int& count);

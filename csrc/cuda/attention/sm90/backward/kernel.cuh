@@ -52,7 +52,7 @@ __device__ bool BackwardSm90Kernel<T, Config>::use_narrow_tile(const BackwardSm9
   // both halves visible.
   constexpr int kGain = 4;
   constexpr int kLoadsAtOnce = 4;  // the latency of a load is most of what it takes to return
-  const MaskMap& map = a.space.map;
+  const MaskMap& map = a.space.tiles.map;
   const int rows = static_cast<int>(map.size[2]), columns = static_cast<int>(map.size[3]),
             heads = map.size[1] == 1 ? 1 : q_heads_per_kv_grad_head, column = key / kMaskMapTile / 2 * 2;
   int one = 0, both = 0;  // blocks with one visible half of the keys, and with both
@@ -174,7 +174,7 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
   mbarrier_init(&shared.value_full, 1);
   mbarrier_init(&shared.value_empty, kMathWarps);
   for (int i = 0; i < kStages; ++i) {
-    mbarrier_init(&shared.query_full[i], 1);
+    mbarrier_init(&shared.query_full[i], kTakesSpans ? 1 + kSpanWarps : 1);
     mbarrier_init(&shared.grad_out_full[i], 1);
     mbarrier_init(&shared.stage_empty[i], kMathWarps);
     if constexpr (kPipelined) mbarrier_init(&shared.hand_over.grad_out_empty[i % kGradOutStages], kMathWarps);
@@ -191,6 +191,8 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
       mbarrier_init(&shared.hand_over.weights_full[i], 4);
       mbarrier_init(&shared.peer.ds_full[i], 1);
     }
+  if constexpr (kTakesSpans)
+    for (uint64_t& barrier : shared.spans.announced) mbarrier_init(&barrier, 1);
   if constexpr (kHasMaskBarriers) {
     mbarrier_init(&shared.mask.full, 1);
     mbarrier_init(&shared.mask.empty, kMathWarps);
@@ -200,8 +202,8 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
     for (int i = 0; i < kDsBuffers; ++i) arrive_expect_tx(&shared.peer.ds_full[i], sizeof(DsTile));
 }
 
-// Warps 0 to 3 are the producer warpgroup: warp 0 loads, warp 1 waits for the dQ semaphore, the others only give up their
-// registers. The dropout warps follow, then the math warpgroups.
+// Warps 0 to 3 are the producer warpgroup: warp 0 loads, warp 1 waits for the dQ semaphore, the others are the span warps where
+// there are spans. The dropout warps follow, then the math warpgroups.
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& a, Shared& shared) {
   launch_dependents();
@@ -228,6 +230,8 @@ __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& 
       if (a.dq_semaphore && threadIdx.x == kWarpSize) order_dq_adds_of_all_tiles(a, shared);
     } else {
       if (warp == 0) Producer::run(a, shared);
+      if constexpr (kTakesSpans)
+        if (warp >= 2) make_span_bits(a, shared, warp - 2);
       int count = 0;
       if (a.dq_semaphore && threadIdx.x == kWarpSize) order_dq_adds(a, shared, shared.tile[0], count);
     }

@@ -22,6 +22,7 @@ namespace flash_online::cuda {
 
 // The source of a problem's mask if it needs no MaskTile, else kNone.
 inline TransposedMask transposed_mask_of(const AttentionProblem& p) {
+  if (p.has_spans()) return TransposedMask::kBits;
   if (!p.mask.data) return TransposedMask::kNone;
   if (p.mask_dtype == DType::kBool) return TransposedMask::kBits;
   return p.mask_dtype == p.dtype && p.dropout == 0 && p.mask.stride[2] > 0 && p.mask.stride[3] == 1 &&
@@ -35,8 +36,9 @@ inline BackwardSm90Features backward_sm90_features(const AttentionProblem& p) {
   constexpr double kMinScale = 1e-6, kMaxScale = 1e29, kMaxDropout = 0.99;  // 16-bit weights are scaled up by 1 / (1 - dropout)
   const bool scaled = static_cast<float>(p.scale) > 0 && p.scale < kMaxScale;
   const bool wide = std::max(p.head_dim, p.head_dim_v) > kMaxOptionsHeadDimBackwardSm90;
-  if (scaled && p.scale >= kMinScale && score_mods(p) == 0 && !p.mask.data && p.dropout == 0)
+  if (scaled && p.scale >= kMinScale && score_mods(p) == 0 && !p.mask.data && !p.has_spans() && p.dropout == 0)
     return BackwardSm90Features::kPlain;
+  if (p.has_spans()) return BackwardSm90Features::kSpans;
   if (wide) return BackwardSm90Features::kMasks;
   if (!scaled || (score_mods(p) & ~kAlibi) || p.scale < kMinScale || p.dropout > kMaxDropout ||
       (p.mask.data && transposed_mask_of(p) == TransposedMask::kNone))
@@ -59,6 +61,7 @@ void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
     if (features != Features::kPlain) {
       constexpr Constant<kHeadDim> kOwn{};
       [[maybe_unused]] constexpr Constant<kMaxOptionsHeadDimBackwardSm90> kWidest{};
+      if (features == Features::kSpans) return f(element, FeatureSet<Features::kSpans>{}, kOwn, kOwn);
       if constexpr (kHeadDim <= kWidest()) {
         if (features == Features::kMasks) return f(element, FeatureSet<Features::kMasks>{}, kOwn, kOwn);
         if (features == Features::kDropout) return f(element, FeatureSet<Features::kDropout>{}, kOwn, kOwn);
@@ -119,8 +122,8 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
     return sends_grads ? tma_tensor_of<T>(problem, view, true, gradients.kv_grad_heads, width, Kernel::kWarpKeys) : TmaTensor{};
   };
   const TransposedMask transposed_mask = Kernel::kTransposed ? transposed_mask_of(problem) : TransposedMask::kNone;
-  const bool may_use_narrow_tile =
-      Kernel::kMayUseNarrowTile && transposed_mask == TransposedMask::kBits && space.map.size[2] > 1 && space.map.size[3] > 1;
+  const bool may_use_narrow_tile = Kernel::kMayUseNarrowTile && transposed_mask == TransposedMask::kBits &&
+                                   space.tiles.map.size[2] > 1 && space.tiles.map.size[3] > 1;
   // A mask in TMA boxes that the batch shares is read once for the whole batch.
   const bool batch_innermost =
       transposed_mask == TransposedMask::kTma && problem.mask.stride[0] == 0 && problem.mask.stride[1] != 0;
@@ -177,7 +180,7 @@ BackwardWorkspace backward_sm90_space(const AttentionProblem& problem, const Att
                            stats_as_operand);
 }
 
-// The bits that the pass makes of a bool mask; no elements: it makes none, and its map alone.
+// The bits that the pass makes of a bool mask; no elements: it makes none, and its tables alone.
 inline TransposedMaskBits backward_sm90_mask_bits(const AttentionProblem& problem, void* workspace) {
   const BackwardSm90Features features = backward_sm90_features(problem);
   if ((features != BackwardSm90Features::kMasks && features != BackwardSm90Features::kDropout) ||
@@ -267,9 +270,9 @@ void AttentionBackwardSm90<kHeadDim>::run(const BackwardPass& pass, void* worksp
   const BackwardWorkspace& space = call.space;
   if (call.dq_semaphore) check(cudaMemsetAsync(call.dq_semaphore, 0, call.dq_semaphore_bytes, stream), "cudaMemsetAsync");
   if (call.mask_bits.count() > 0)
-    fill_transposed_mask_bits(problem, space.map, call.mask_bits, stream);
+    fill_transposed_mask_bits(problem, space.tiles.map, call.mask_bits, stream);
   else
-    fill_mask_map(problem, space.map, stream);
+    fill_tile_tables(problem, space.tiles, stream);
   prepare_backward(problem, gradients, space, stream, call.tile_counter,
                    backward_sm90_features(problem) == BackwardSm90Features::kDropout);
   visit_backward_sm90<kHeadDim>(problem, [&]<class T>(Type<T>, auto features, auto head_dim, auto head_dim_v) {

@@ -1,5 +1,5 @@
 // The warps of the Hopper backward kernel that do not compute gradients: the producer warp, which loads queries, keys, values
-// and masks; the dropout warps; and the warp that waits for the dQ semaphore.
+// and masks; the span warps; the dropout warps; and the warp that waits for the dQ semaphore.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,20 @@ namespace flash_online::cuda {
 
 // ---- which blocks of queries there are
 
-// Iterates over those blocks of a head's queries to which the mask shows some of the work tile's keys, or of those of the
-// cluster's other CTA. A whole warp calls it, and all lanes get the same answers.
+// Iterates over those blocks of a head's queries to which the mask or spans show some of the work tile's keys, or of those of
+// the cluster's other CTA. A whole warp calls it, and all lanes get the same answers.
 template <class T, class Config>
 class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
  public:
   __device__ MaskedBlockIterator(const BackwardSm90Arguments& a, const BackwardWorkTile& tile, int head)
-      : next_(tile.begin), end_(tile.end), known_end_(tile.begin), masked_(a.problem.mask.data) {
-    const MaskMap& map = a.space.map;
+      : a_(a), tile_(tile), head_(head), next_(tile.begin), end_(tile.end) {
+    if constexpr (kTakesSpans) {
+      const TileSpans spans(a.problem, a.space.tiles.spans, tile.batch, head);
+      const int key = tile.key - rank() * kKeys;
+      TileSpans::narrow<kQueries>(spans.keys, spans.key_intervals, key, min(key + kClusterKeys, tile.keys), next_, end_);
+    }
+    known_end_ = next_;
+    const MaskMap& map = a.space.tiles.map;
     if (!map.data) return;
     kinds_ = map.row(tile.batch, head, 0);
     row_step_ = map.size[2] == 1 ? 0 : static_cast<int>(map.size[3]);
@@ -32,8 +38,8 @@ class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
   }
   // The number of the next block, tile.end if there is none; sets its QueryBlock::mask_flags.
   __device__ __forceinline__ int next(int& mask_flags) {
-    if (!kinds_) {
-      mask_flags = kBothVisible | (masked_ ? kEitherMixed : 0);
+    if (!kTakesSpans && !kinds_) {
+      mask_flags = kBothVisible | (a_.problem.mask.data ? kEitherMixed : 0);
       return next_ < end_ ? next_++ : end_;
     }
     while (next_ < end_) {
@@ -49,12 +55,36 @@ class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
         return next_++;
       }
     }
-    return end_;
+    return kTakesSpans ? tile_.end : end_;
   }
 
  private:
-  // Reads the kinds of the next 32 blocks, one block per lane.
+  __device__ __forceinline__ void set_known(int warpgroup, bool visible, bool clear) {
+    visible_[warpgroup] = __ballot_sync(~0u, visible);
+    mixed_[warpgroup] = __ballot_sync(~0u, visible && !clear);
+  }
+  // Finds the kinds of the next 32 blocks, one block per lane.
   __device__ void read_kinds() {
+    if constexpr (kTakesSpans)
+      read_spans();
+    else
+      read_map();
+    known_end_ = next_ + kWarpSize;
+  }
+  __device__ __forceinline__ void read_spans() {
+    const int block = next_ + static_cast<int>(threadIdx.x) % kWarpSize, first = block * kQueries,
+              end = min(first + kQueries, tile_.queries);
+    const TileSpans spans(a_.problem, a_.space.tiles.spans, tile_.batch, head_);
+#pragma unroll 1
+    for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
+      const int key = tile_.key - rank() * kKeys + warpgroup * kWarpgroupKeys;
+      MaskKind kind = MaskKind::kHidden;
+      if (block < end_ && key < tile_.keys) kind = spans.kind(first, end, key, min(key + kWarpgroupKeys, tile_.keys));
+      visible_[0] = visible_[1], mixed_[0] = mixed_[1];  // no register has an index at run time
+      set_known(1, kind != MaskKind::kHidden, kind == MaskKind::kClear);
+    }
+  }
+  __device__ __forceinline__ void read_map() {
     const int block = next_ + static_cast<int>(threadIdx.x) % kWarpSize;
 #pragma unroll
     for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
@@ -66,17 +96,17 @@ class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
           visible |= kind != MaskKind::kHidden;
           clear &= kind == MaskKind::kClear;
         }
-      visible_[warpgroup] = __ballot_sync(~0u, visible);
-      mixed_[warpgroup] = __ballot_sync(~0u, visible && !clear);
+      set_known(warpgroup, visible, clear);
     }
-    known_end_ = next_ + kWarpSize;
   }
 
+  const BackwardSm90Arguments& a_;
+  const BackwardWorkTile& tile_;
+  int head_;
   const uint8_t* kinds_ = nullptr;  // null: no map
   int row_step_ = 0, rows_ = 0, first_column_ = 0;
   int second_column_ = 0;  // the second warpgroup's, from first_column_ on; -1: it has no keys
   int next_, end_, known_end_;
-  bool masked_;
   unsigned visible_[2] = {}, mixed_[2] = {};  // per warpgroup; bit n: block known_end_ - 32 + n
 };
 
@@ -129,6 +159,9 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     }
   }
 
+  __device__ __forceinline__ static bool reads_mask_bits(const BackwardSm90Arguments& a) {
+    return !kTakesSpans && a.transposed_mask == TransposedMask::kBits;
+  }
   __device__ static void load_mask_bits(const BackwardSm90Arguments& a, Shared& shared, int stage, int head, int query) {
     const BackwardWorkTile& tile = shared.tile[0];
     const TransposedMaskBits& bits = a.mask_bits;
@@ -187,8 +220,9 @@ struct BackwardSm90Kernel<T, Config>::Producer {
         block.slope = a.bias_scale *
                       static_cast<const float*>(
                           a.problem.alibi_slopes)[tile.batch * a.problem.alibi_stride[0] + head * a.problem.alibi_stride[1]];
-      if (a.transposed_mask == TransposedMask::kBits && (mask_flags & kEitherMixed)) bytes += sizeof(BlockBits);
+      if (reads_mask_bits(a) && (mask_flags & kEitherMixed)) bytes += sizeof(BlockBits);
     }
+    if constexpr (kTakesSpans) arrive(&shared.spans.announced[count % SpanBarriers::kCount]);
     wait(&shared.stage_empty[stage], count / 2 % 2 ^ 1);
     arrive_expect_tx(&shared.query_full[stage], bytes);
     load_queries(shared.stage[stage].query, a.query, query_at, &shared.query_full[stage]);
@@ -207,8 +241,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
       }
     }
     if constexpr (kTransposed)
-      if (a.transposed_mask == TransposedMask::kBits && (mask_flags & kEitherMixed))
-        load_mask_bits(a, shared, stage, head, query);
+      if (reads_mask_bits(a) && (mask_flags & kEitherMixed)) load_mask_bits(a, shared, stage, head, query);
     if (!kPersistent && count == 0) load_keys(shared.value, a.value, tile, &shared.value_full);
     uint64_t* const grad_out_full = &shared.grad_out_full[stage % kGradOutStages];
     if constexpr (kPipelined) wait(&shared.hand_over.grad_out_empty[stage % kGradOutStages], count / kGradOutStages % 2 ^ 1);
@@ -241,6 +274,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     if (leads) {
       wait(&shared.stage_empty[count % 2], count / 2 % 2 ^ 1);
       shared.query_block[count % kQueryBlocks].query = -1;
+      if constexpr (kTakesSpans) arrive(&shared.spans.announced[count % SpanBarriers::kCount]);
       arrive(&shared.query_full[count % 2]);
     }
   }
@@ -293,6 +327,41 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     }
   }
 };
+
+// ---- the span warps
+
+// Makes the bits of mixed blocks from spans: each warp those of its part of the keys. A buffer is free when the block that its
+// bits were of has left its stage, for the block two before this one.
+template <class T, class Config>
+__device__ void BackwardSm90Kernel<T, Config>::make_span_bits(const BackwardSm90Arguments& a, Shared& shared, int part) {
+  constexpr int kGroups = 2, kAllGroups = kKeys / 16 / kSpanWarps;  // of 16 keys: at once, and per warp
+  const BackwardWorkTile& tile = shared.tile[0];
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize, first_group = part * kAllGroups;
+  const Sequence sequence{{tile.first_query, tile.queries}, {tile.first_key - tile.key, tile.keys}, {}};
+#pragma unroll 1
+  for (int count = 0;; ++count) {
+    const int stage = count % 2;
+    wait(&shared.spans.announced[count % SpanBarriers::kCount], count / SpanBarriers::kCount % 2);
+    const QueryBlock& block = shared.query_block[count % kQueryBlocks];
+    const int query = block.query;
+    if (query >= 0 && (block.mask_flags & (kPipelined ? kMixed : kMixed << part))) {
+      const HeadSpans spans(a.problem, sequence, tile.batch, block.head);
+#pragma unroll 1
+      for (int n = 0; n < kQueries / kStatsRows; ++n)
+#pragma unroll 1
+        for (int group = first_group; group < first_group + kAllGroups; group += kGroups) {
+          unsigned words[kGroups];
+          transposed_bits_of_spans(words, spans, query + n * kStatsRows, tile.queries, tile.key + 16 * group, tile.keys, lane);
+#pragma unroll
+          for (int i = 0; i < kGroups; ++i) mask_bits(shared, count % kMaskBitsBuffers).word[n][group + i][lane] = words[i];
+        }
+    }
+    wait(&shared.stage_empty[stage], count / 2 % 2 ^ 1);  // or the arrival would count for the block before in this stage
+    __syncwarp();
+    if (lane == 0) arrive(&shared.query_full[stage]);
+    if (query < 0) return;
+  }
+}
 
 // ---- the dropout warps
 

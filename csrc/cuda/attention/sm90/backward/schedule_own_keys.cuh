@@ -47,7 +47,8 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
   if constexpr (kTransposed)
     if (has_mask_bits)
 #pragma unroll
-      for (int n = 0; n < kQueries / kStatsRows; ++n) visible[n] = mask_bits(shared, now).word[n][warp][lane()];
+      for (int n = 0; n < kQueries / kStatsRows; ++n)
+        visible[n] = mask_bits(shared, kTakesSpans ? block_count % kMaskBitsBuffers : now).word[n][warp][lane()];
   wgmma_wait<1>();
   fence_registers(flat(score));
   if constexpr (kTransposed) add_alibi_and_mask(score, ahead);

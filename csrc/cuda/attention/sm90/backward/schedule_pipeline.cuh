@@ -29,7 +29,8 @@ template <class T, class Config>
 __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::make_weights_with_options(
     int now, ScoreAccumulator& score, const Prefetch& block, PackedScores& weight, PackedScores& sloped) {
   const bool capped = a.score_mod.cap > 0, has_mask_bits = a.transposed_mask == TransposedMask::kBits && block.mask_flags != 0;
-  const unsigned visible[1] = {has_mask_bits ? mask_bits(shared, now).word[0][row_warp()][lane()] : 0};
+  const unsigned visible[1] = {
+      has_mask_bits ? mask_bits(shared, kTakesSpans ? block_count % kMaskBitsBuffers : now).word[0][row_warp()][lane()] : 0};
   if (capped)
     apply_softcap(score);
   else

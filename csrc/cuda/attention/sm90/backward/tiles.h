@@ -12,6 +12,7 @@ enum class BackwardSm90Features {
   // A bool mask, a 16-bit mask of the queries' dtype, ALiBi. In the pipeline: a bool mask, with ALiBi or a softcap.
   kMasks,
   kMasksNarrowTile,  // as kMasks, in CTAs of 64 keys: where a bool mask hides much
+  kSpans,            // spans, ALiBi. In the pipeline: also a softcap
   kDropout,          // dropout, a bool mask, ALiBi
   kAllOptions,       // softcap, any mask, ALiBi, dropout, any scale
 };
@@ -51,6 +52,8 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
      .ping_pong = true, .send_dq_late = true, .persistent = true, .math_registers = 240, .producer_registers = 24},
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kMasks, .keys = 128, .queries = 128,
      .send_dq_late = true, .math_registers = 232, .producer_registers = 40},
+    {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kSpans, .keys = 128, .queries = 128,
+     .send_dq_late = true, .math_registers = 232, .producer_registers = 40},
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kDropout, .keys = 128, .queries = 128,
      .send_dq_late = true, .math_registers = 224, .producer_registers = 24, .aux_registers = 40, .dropout_warps = 4},
 
@@ -63,6 +66,8 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
      .prefetch_lse = true, .math_registers = 240, .producer_registers = 24},
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kMasksNarrowTile, .keys = 64, .queries = 64,
      .math_registers = 232, .producer_registers = 24, .warpgroups = 1, .ctas_per_sm = 2},
+    {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kSpans, .keys = 128, .queries = 64,
+     .prefetch_lse = true, .math_registers = 240, .producer_registers = 24},
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kDropout, .keys = 128, .queries = 64,
      .math_registers = 224, .producer_registers = 24, .aux_registers = 40, .dropout_warps = 4},
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kAllOptions, .keys = 128, .queries = 64,
@@ -78,6 +83,8 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
      .dq_register_tiles = 2, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
     {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kMasks, .keys = 64, .queries = 64,
      .dq_register_tiles = 2, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
+    {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kSpans, .keys = 64, .queries = 64,
+     .dq_register_tiles = 2, .math_registers = 200, .producer_registers = 40, .aux_registers = 72},
 };
 // clang-format on
 

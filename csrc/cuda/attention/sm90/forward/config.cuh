@@ -11,7 +11,7 @@
 #include "../../../hw/launch.h"
 #include "../../../hw/math.cuh"
 #include "../../../hw/tma.cuh"
-#include "../../common/mask_map.cuh"
+#include "../../masks/visible_blocks.cuh"
 #include "cached/line_scheduler.cuh"
 #include "tile_scheduler.cuh"
 #include "tiles.h"
@@ -56,6 +56,12 @@ struct MaskArguments {
   } bits;  // see MaskBits; steps count words
 };
 
+struct SpanArguments {
+  SpanView queries, keys;
+  SpanTables tables;
+  unsigned* tile_counter;  // 0 at the start: how many work tiles the CTAs have claimed
+};
+
 struct DropoutArguments {
   const int64_t* rng;  // null: no dropout
   uint32_t threshold;  // a weight is kept where its random word is at least this
@@ -78,6 +84,7 @@ struct ForwardSm90Arguments {
   MaskSource mask_source = MaskSource::kNone;
   bool has_score_mod;  // softcap or ALiBi: see apply_score_mod()
   MaskArguments mask = {};
+  SpanArguments spans = {};
   DropoutArguments dropout = {};
   float *lse, *lse_low;
   int64_t lse_stride[2];
@@ -100,11 +107,13 @@ template <class T, class Variant>
 struct ForwardSm90Kernel {
   static constexpr ForwardSm90Tile kTile = Variant::kTile;
   static constexpr bool kHasOptions = Variant::kHasOptions, kFloatMask = Variant::kFloatMask, kPacked = Variant::kPacked,
-                        kCached = Variant::kCached, kKvSplit = Variant::kKvSplit;
+                        kCached = Variant::kCached, kKvSplit = Variant::kKvSplit, kHasSpans = Variant::kHasSpans;
   using Arguments = std::conditional_t<kKvSplit, KvSplitSm90Arguments,
                                        std::conditional_t<kCached, CachedSm90Arguments, ForwardSm90Arguments>>;
   static_assert(!kKvSplit || (kCached && !kHasOptions));
-  static constexpr bool kMasked = kHasOptions && !kPacked;  // there may be a mask, and then a mask map
+  static_assert(!kHasSpans || !kPacked);
+  static constexpr bool kMasked = (kHasOptions || kHasSpans) && !kPacked;  // blocks may be hidden by more than position
+  static constexpr int kSpanWarps = kHasSpans ? 2 : 0;  // they make the bits of mixed blocks
   static constexpr bool kHasDropout = kTile.dropout_warps > 0;
   static constexpr bool kVByColumns = kTile.v_by_columns;
   static_assert(!kVByColumns || (!kHasOptions && !kPacked));
@@ -130,10 +139,11 @@ struct ForwardSm90Kernel {
   static constexpr int kWorkTiles = 4;  // that the scheduler warp is ahead at most
   // While a warpgroup holds a stage of values, it may pass over as many blocks of other warpgroups as there are other stages.
   static constexpr int kMaxSkips = kMasked ? kStages - 1 : 0;
-  // If tiles are claimed from a counter: the next tile is claimed when the first warpgroup is this many blocks before its last.
+  // If tiles are claimed from a counter: the next tile is claimed when the first warpgroup is this many blocks before its last;
+  // with spans at a block of tile.claim_at.
   static constexpr int kClaimAhead = 4;
   static_assert(kHeadDimBoxes % kKeyStagesPerBlock == 0 && kHeadDimSteps % kKeyStagesPerBlock == 0);
-  static_assert(!kHasOptions || kKeyStages == kStages);  // one PipelineState serves both
+  static_assert(!kMasked || kKeyStages == kStages);  // one PipelineState serves both
 
   struct alignas(kBoxAlignment) QueryBuffer {
     T box[kHeadDimBoxes][kRowsPerWarpgroup][kBoxColumns];
@@ -161,13 +171,22 @@ struct ForwardSm90Kernel {
     alignas(8) std::conditional_t<kDropoutKeys == 16, uint16_t, unsigned> keep[kStages][kTile.queries()][kDropoutKeyWarps];
   };
 
+  // The bits of mixed blocks, as in MaskBits. There are twice as many buffers as stages, by the parity of the keys' pipeline: a
+  // block's bits are made while its stage is not yet free.
+  static constexpr int kSpanWords = (kKeys + kMaskMapTile - 1) / kMaskMapTile;
+  struct SpanShared {
+    unsigned word[2][kStages][4 * kRowBlocks][kSpanWords][kWarpSize];
+    uint64_t tile_wanted;  // barrier of the producer warp's request for the next tile
+  };
+
   struct Empty {};
   struct Nothing {};  // a second type: two members of type Empty could not share an address
   struct NoPartial {};
 
   using TileListOfVariant = std::conditional_t<kCached, CachedTileList, VarlenTileList>;
   using VarlenScheduler = std::conditional_t<kKvSplit, LineScheduler, VarlenTileScheduler<kTile.queries(), TileListOfVariant>>;
-  using Scheduler = std::conditional_t<kPacked, VarlenScheduler, TileScheduler>;
+  using DenseScheduler = std::conditional_t<kHasSpans, ClaimingTileScheduler, TileScheduler>;
+  using Scheduler = std::conditional_t<kPacked, VarlenScheduler, DenseScheduler>;
   struct VarlenShared {
     uint64_t value_loaded[kStages];  // barriers of values before their tail is cleared
     uint64_t tile_wanted;  // barrier of the producer warp's request for the next tile, if tiles are claimed
@@ -207,6 +226,7 @@ struct ForwardSm90Kernel {
     } row_block[kRowBlocks];
     [[no_unique_address]] std::conditional_t<kHasOptions, float, Empty> slope;  // of ALiBi, in units of the scores
     [[no_unique_address]] std::conditional_t<kMasked, TileMaskMap, Empty> map;
+    [[no_unique_address]] std::conditional_t<kHasSpans, int, Nothing> claim_at;  // the block at which the next tile is claimed
   };
 
   struct Shared {
@@ -216,6 +236,7 @@ struct ForwardSm90Kernel {
     [[no_unique_address]] std::conditional_t<kFloatMask, MaskBuffers, Empty> mask;
     [[no_unique_address]] std::conditional_t<kTile.staged_out, OutBuffer, Empty> out;
     [[no_unique_address]] std::conditional_t<kHasDropout, DropoutBits, Empty> dropout;
+    [[no_unique_address]] std::conditional_t<kHasSpans, SpanShared, Nothing> spans;
     ForwardWorkTile tile[kWorkTiles];
     uint64_t tile_full[kWorkTiles], tile_empty[kWorkTiles];
     uint64_t query_full[kQueryStages], query_empty[kQueryStages];
@@ -307,6 +328,7 @@ struct ForwardSm90Kernel {
   __device__ static void clear_unseen_values(Shared& shared, int lane);
   __device__ static void clear_unused_rows(const Arguments& a, int lane);
   __device__ static void generate_dropout(const Arguments& a, Shared& shared, int warp, int lane);
+  __device__ static void make_span_bits(const Arguments& a, Shared& shared, int part, int lane);
   struct MathWarpgroup;
 
   // Functions of the above.
@@ -314,7 +336,16 @@ struct ForwardSm90Kernel {
   __device__ __forceinline__ static void set_sequence(ForwardWorkTile& tile, const PackedSequence& sequence,
                                                       const Visibility& visible);
   __device__ __forceinline__ static void clear_rows(const Arguments& a, const Rows& rows, int lane);
+  __device__ __forceinline__ static TileSpans spans_of(const Arguments& a, int batch, int head);
+  __device__ __forceinline__ static void kinds_by_spans(const Arguments& a, const ForwardWorkTile& tile, const TileSpans& spans,
+                                                        int block, int end, bool (&hidden)[kRowBlocks],
+                                                        bool (&clear)[kRowBlocks]);
+  __device__ __forceinline__ static void mark_blocks(const Arguments& a, ForwardWorkTile& tile, int shift, int words, int lane,
+                                                     int& first_word, int& last_word);
   __device__ static void make_mask_map(const Arguments& a, ForwardWorkTile& tile, int lane);
+  __device__ __forceinline__ static bool is_bit_set(const unsigned (&words)[kMapWords], int bit) {
+    return words[bit / 32] >> bit % 32 & 1;
+  }
   __device__ __forceinline__ static void load_value_block(const Arguments& a, ValueBuffer& buffer, int row, int head, int batch,
                                                           uint64_t* barrier);
 };

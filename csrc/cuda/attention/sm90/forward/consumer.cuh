@@ -104,12 +104,16 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     for (; kRowBlocks > 1 && skipped > 0; --skipped) {
       wait(&shared.key_full[key.stage], key.parity);
       release(&shared.key_empty[key.stage]);
+      // Where blocks are skipped between others, these values may have no buffer before the next warpgroup has had its turn.
+      if constexpr (kMasked) ping_pong_enter(), ping_pong_leave();
       wait(&shared.value_full[key.stage], key.parity);
       release(&shared.value_empty[key.stage]);
       key.advance();
-      if constexpr (!kMasked) value.advance();
-      ping_pong_enter();
-      ping_pong_leave();
+      if constexpr (!kMasked) {
+        value.advance();
+        ping_pong_enter();
+        ping_pong_leave();
+      }
     }
   }
 
@@ -222,7 +226,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
       prefetch.next_block = prefetch.window_begin + __popc(below);
       prefetch.next_skipped += __popc(prefetch.loaded & below);
       prefetch.next.clear = prefetch.clear & lowest;
-      if (a.mask_source == MaskSource::kBits)
+      if (kHasOptions && a.mask_source == MaskSource::kBits)
         prefetch.next.shown = __ldg(prefetch.bits + min(prefetch.next_block, a.mask.bits.last_block) * kWarpSize);
       prefetch.visited ^= lowest;
       prefetch.loaded &= ~(lowest | below);
@@ -238,7 +242,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     if constexpr (!kMasked) skipped = skipped_after;
     if (tile.batch < 0) return false;
     if constexpr (kMasked) {
-      if (a.mask_source == MaskSource::kBits)
+      if (kHasOptions && a.mask_source == MaskSource::kBits)
         prefetch.bits = a.mask.bits.words + tile.batch * a.mask.bits.batch_step + tile.head * a.mask.bits.head_step +
                         min((tile.first_query + row_block * kRowsPerWarpgroup) / kBitRows + warp, a.mask.bits.last_row) *
                             a.mask.bits.row_step +
@@ -357,6 +361,14 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
         add_float_mask<__nv_bfloat16, true>();
       else
         add_float_mask<__nv_bfloat16, false>();
+    } else if constexpr (kHasSpans) {
+#pragma unroll
+      for (int n = 0; n < kSpanWords; ++n) {
+        const unsigned shown = shared.spans.word[key.parity][key.stage][4 * row_block + warp][n][lane];
+#pragma unroll
+        for (int i = 32 * n; i < 32 * (n + 1) && i < kScoreRegisters; ++i)
+          if (!(shown >> i % 32 & 1)) score[i] = -INFINITY;
+      }
     } else if (a.mask_source == MaskSource::kBits) {
 #pragma unroll
       for (int i = 0; i < kScoreRegisters; ++i)
@@ -411,7 +423,9 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
       if (a.has_score_mod) [[unlikely]]
         apply_score_mod();
     }
-    if constexpr (kMasked) {
+    if constexpr (kHasSpans) {
+      if (!prefetch.now.clear) apply_mask();
+    } else if constexpr (kMasked) {
       if (prefetch.now.clear) return;
       apply_mask();
     }

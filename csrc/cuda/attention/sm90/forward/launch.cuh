@@ -164,13 +164,22 @@ void add_options(ForwardSm90Arguments& a, const AttentionProblem& p, const MaskT
                    .map;
 }
 
+// What is made of a mask or of spans before the kernel runs.
+struct ForwardSm90Tables {
+  MaskTables mask;
+  SpanTables spans;
+};
+
 template <class T, class Variant>
-void launch_forward_sm90(const AttentionProblem& p, const MaskTables& tables, unsigned* tile_counter, cudaStream_t stream) {
+void launch_forward_sm90(const AttentionProblem& p, const ForwardSm90Tables& tables, unsigned* tile_counter,
+                         cudaStream_t stream) {
   using Kernel = ForwardSm90Kernel<T, Variant>;
   const int64_t max_ctas = int64_t{sm_count()} * Kernel::kTile.ctas_per_sm;
   ForwardSm90Arguments a = make_arguments(p, tensors_of<Kernel, T>(p));
   set_order<Kernel>(a, p, sizeof(T), max_ctas, tile_counter);
-  if constexpr (Variant::kHasOptions) add_options<Kernel, T>(a, p, tables);
+  if constexpr (Variant::kHasOptions) add_options<Kernel, T>(a, p, tables.mask);
+  if constexpr (Variant::kHasSpans)
+    a.spans = {.queries = p.query_spans, .keys = p.key_spans, .tables = tables.spans, .tile_counter = tile_counter};
   if (Variant::kPacked && tile_counter)
     check(cudaMemsetAsync(tile_counter, 0, sizeof(*tile_counter), stream), "cudaMemsetAsync");
   const int64_t tiles = int64_t{a.batch} * a.heads * a.schedule.row_tiles;
@@ -190,7 +199,7 @@ inline bool has_little_work(const AttentionProblem& p, const ForwardSm90Tile& ti
 }
 
 template <class T, int kEntry, bool kPacked>
-void forward_sm90_in_entry(const AttentionProblem& problem, const MaskTables& tables, unsigned* tile_counter,
+void forward_sm90_in_entry(const AttentionProblem& problem, const ForwardSm90Tables& tables, unsigned* tile_counter,
                            cudaStream_t stream) {
   using Features = ForwardSm90Features;
   constexpr ForwardSm90Tile kTile = kForwardSm90Plain[kEntry];
@@ -199,6 +208,10 @@ void forward_sm90_in_entry(const AttentionProblem& problem, const MaskTables& ta
       if (has_float_mask(problem))
         return launch_forward_sm90<T, ForwardSm90Variant<kEntry, Features::kOptionsFloatMask, false>>(problem, tables,
                                                                                                       tile_counter, stream);
+    if constexpr (!kPacked)
+      if (problem.has_spans())
+        return launch_forward_sm90<T, ForwardSm90Variant<kEntry, Features::kSpans, false>>(problem, tables, tile_counter,
+                                                                                           stream);
     if (has_options(problem))
       return launch_forward_sm90<T, ForwardSm90Variant<kEntry, Features::kOptions, kPacked>>(problem, tables, tile_counter,
                                                                                              stream);
@@ -208,7 +221,7 @@ void forward_sm90_in_entry(const AttentionProblem& problem, const MaskTables& ta
 
 // In the first entry for this head dim that is made for the problem, from kEntry on.
 template <int kHeadDim, int kEntry = 0>
-void forward_sm90_from_entry(const AttentionProblem& problem, const MaskTables& tables, unsigned* tile_counter,
+void forward_sm90_from_entry(const AttentionProblem& problem, const ForwardSm90Tables& tables, unsigned* tile_counter,
                              cudaStream_t stream) {
   static_assert(kEntry < kForwardSm90Entries, "no entry for this head dim in kForwardSm90Plain");
   constexpr ForwardSm90Tile kTile = kForwardSm90Plain[kEntry];
@@ -219,7 +232,8 @@ void forward_sm90_from_entry(const AttentionProblem& problem, const MaskTables& 
       if (problem.head_dim_v > kTile.head_dim_v)
         return forward_sm90_from_entry<kHeadDim, kEntry + 1>(problem, tables, tile_counter, stream);
     if constexpr (kTile.max_queries > 0)
-      if (has_options(problem) || !has_little_work(problem, kTile, kForwardSm90Plain[kEntry + 1].queries()))
+      if (has_options(problem) || problem.has_spans() ||
+          !has_little_work(problem, kTile, kForwardSm90Plain[kEntry + 1].queries()))
         return forward_sm90_from_entry<kHeadDim, kEntry + 1>(problem, tables, tile_counter, stream);
     const auto visit = [&]<class T>(T) {
       if constexpr (kHeadDim <= kForwardSm90MaxPackedHeadDim)
@@ -230,24 +244,28 @@ void forward_sm90_from_entry(const AttentionProblem& problem, const MaskTables& 
   }
 }
 
+constexpr int64_t kTileCounterBytesForwardSm90 = 16;
+
 template <int kHeadDim>
 const char* AttentionForwardSm90<kHeadDim>::refusal(const ForwardPass& pass, const Gpu& gpu) {
   return forward_sm90_refusal(pass.problem, gpu, kHeadDim);
 }
 
-// A word for the tile counter of dynamic scheduling, or the tables of a mask: packed sequences, which alone are scheduled
-// dynamically, have no mask.
+// A word for the tile counter of dynamic scheduling, and the tables of a mask or of spans.
 template <int kHeadDim>
 int64_t AttentionForwardSm90<kHeadDim>::workspace_bytes(const ForwardPass& pass) {
-  if (forward_sm90_is_dynamic(pass.problem)) return sizeof(unsigned);
-  return mask_tables_of(pass.problem, nullptr).bytes();
+  const int64_t counter_bytes = forward_sm90_is_dynamic(pass.problem) ? kTileCounterBytesForwardSm90 : 0;
+  return counter_bytes + mask_tables_of(pass.problem, nullptr).bytes() + span_tables_of(pass.problem, nullptr).bytes();
 }
 
 template <int kHeadDim>
 void AttentionForwardSm90<kHeadDim>::run(const ForwardPass& pass, void* workspace, CUstream_st* stream) {
-  const MaskTables tables = mask_tables_of(pass.problem, workspace);
-  fill_mask_tables(pass.problem, tables, stream);
   unsigned* const tile_counter = forward_sm90_is_dynamic(pass.problem) ? static_cast<unsigned*>(workspace) : nullptr;
+  // There is a mask or there are spans, never both.
+  void* const at = tile_counter ? static_cast<char*>(workspace) + kTileCounterBytesForwardSm90 : workspace;
+  const ForwardSm90Tables tables{mask_tables_of(pass.problem, at), span_tables_of(pass.problem, at)};
+  fill_mask_tables(pass.problem, tables.mask, stream);
+  fill_span_tables(pass.problem, tables.spans, stream, tile_counter);
   forward_sm90_from_entry<kHeadDim>(pass.problem, tables, tile_counter, stream);
 }
 

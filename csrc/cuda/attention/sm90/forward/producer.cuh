@@ -2,6 +2,8 @@
 // that clear memory for packed sequences, the dropout warps.
 #pragma once
 
+#include <climits>
+
 #include "../../../../core/philox.h"
 #include "../../../hw/mbarrier.cuh"
 #include "../../../hw/vector.cuh"
@@ -11,38 +13,155 @@ namespace flash_online::cuda {
 
 // ---- the scheduler warp: what the next work tiles are, ahead of all other warps
 
-// Computes the mask map of a work tile. The other members of `tile` must be set.
+// What spans say of the tiles of a head.
 template <class T, class Variant>
-__device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a, ForwardWorkTile& tile, int lane) {
+__device__ __forceinline__ TileSpans ForwardSm90Kernel<T, Variant>::spans_of(const Arguments& a, int batch, int head) {
+  TileSpans spans;
+  if constexpr (kHasSpans) {
+    const auto& [queries, keys] = a.spans.tables;
+    spans.queries = queries.of(nullptr, 0, batch, head), spans.query_intervals = queries.intervals;
+    spans.keys = keys.of(nullptr, 0, batch, head), spans.key_intervals = keys.intervals;
+  }
+  return spans;
+}
+
+// Whether spans hide all of the blocks [block, end) from a warpgroup, and whether they hide nothing of any. What position hides
+// does not count: apply_visibility() asks for itself.
+template <class T, class Variant>
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::kinds_by_spans(const Arguments& a, const ForwardWorkTile& tile,
+                                                                              const TileSpans& spans, int block, int end,
+                                                                              bool (&hidden)[kRowBlocks],
+                                                                              bool (&clear)[kRowBlocks]) {
+  const auto first_query = [&](int i) {
+    return min(tile.first_query / kMaskMapTile + i, (a.queries - 1) / kMaskMapTile) * kMaskMapTile;
+  };
+#pragma unroll
+  for (int i = 0; i < kRowBlocks; ++i) hidden[i] = clear[i] = true;
+#pragma unroll 1
+  for (; block < end; ++block) {
+    const int key = block * kKeys, last_key = min(key + kKeys, a.keys);
+    bool all_hidden[kRowBlocks], any_clear[kRowBlocks];
+    const auto begin_side = [&] {
+#pragma unroll
+      for (int i = 0; i < kRowBlocks; ++i) all_hidden[i] = true, any_clear[i] = false;
+    };
+    bool block_hidden[kRowBlocks] = {};
+    const auto end_side = [&] {
+#pragma unroll
+      for (int i = 0; i < kRowBlocks; ++i) block_hidden[i] |= all_hidden[i], clear[i] &= any_clear[i];
+    };
+    if (spans.keys) {
+      begin_side();
+      for (int n = 0; n < spans.key_intervals; ++n) {
+        const SpanBounds keys = TileSpans::bounds_of<kKeys>(spans.keys, spans.key_intervals, n, key, last_key);
+#pragma unroll
+        for (int i = 0; i < kRowBlocks; ++i) {
+          const int query = first_query(i), last_query = min(query + kMaskMapTile, a.queries);
+          all_hidden[i] &= keys.hides(query, last_query);
+          any_clear[i] |= keys.clears(query, last_query);
+        }
+      }
+      end_side();
+    }
+    if (spans.queries) {
+      begin_side();
+      for (int n = 0; n < spans.query_intervals; ++n)
+#pragma unroll
+        for (int i = 0; i < kRowBlocks; ++i) {
+          const int query = first_query(i);
+          const SpanBounds rows =
+              TileSpans::bounds_of<kMaskMapTile>(spans.queries, spans.query_intervals, n, query, query + kMaskMapTile);
+          all_hidden[i] &= rows.hides(key, last_key);
+          any_clear[i] |= rows.clears(key, last_key);
+        }
+      end_side();
+    }
+#pragma unroll
+    for (int i = 0; i < kRowBlocks; ++i) hidden[i] &= block_hidden[i];
+  }
+}
+
+// Marks the blocks of a work tile that each warpgroup visits, and the clear ones among them, a bit for 2^shift of them in
+// `words` words. With spans the words before first_word are left out: they have no visible block, nor have those after
+// last_word.
+template <class T, class Variant>
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::mark_blocks(const Arguments& a, ForwardWorkTile& tile, int shift,
+                                                                           int words, int lane, int& first_word,
+                                                                           int& last_word) {
   const uint8_t* const kinds = a.mask.map.kinds + tile.batch * a.mask.map.batch_step + tile.head * a.mask.map.head_step;
-  int shift = 0;
-  while (tile.end - tile.begin > kMapBits << shift) ++shift;
-  if (lane == 0) tile.map.shift = shift;
-  const int words = (((tile.end - tile.begin - 1) >> shift) + 32) / 32;
-  // The blocks that each warpgroup visits, and the clear ones among them.
+  [[maybe_unused]] const TileSpans spans = spans_of(a, tile.batch, tile.head);
 #pragma unroll 1
   for (int word = 0; word < words; ++word) {
     const int block = tile.begin + ((word * 32 + lane) << shift);
-#pragma unroll 1
-    for (int i = 0; i < kRowBlocks; ++i) {
-      const int begin = max(block, tile.row_block[i].begin), end = min(block + (1 << shift), tile.row_block[i].end);
-      const int map_row = min(tile.first_query / kMaskMapTile + i, (a.queries - 1) / kMaskMapTile);
-      const uint8_t* const row = kinds + int64_t{map_row} * a.mask.map.row_step;
-      bool seen = false, clear = begin >= tile.row_block[i].whole_begin && end <= tile.row_block[i].whole_end &&
-                                 (a.mask.map.kinds || a.mask_source == MaskSource::kNone);
-#pragma unroll 1
-      for (int n = begin; n < end; ++n) {
-        const auto kind = a.mask.map.kinds ? static_cast<MaskKind>(row[n * a.mask.map.column_step]) : MaskKind::kMixed;
-        seen |= kind != MaskKind::kHidden;
-        if (a.mask.map.kinds) clear &= kind == MaskKind::kClear;
+    if constexpr (kHasSpans) {
+      bool hidden[kRowBlocks], clear[kRowBlocks];
+      kinds_by_spans(a, tile, spans, block, min(block + (1 << shift), tile.end), hidden, clear);
+      unsigned any_seen = 0;
+#pragma unroll
+      for (int i = 0; i < kRowBlocks; ++i) {
+        const bool reached = block < tile.row_block[i].end && block + (1 << shift) > tile.row_block[i].begin;
+        const unsigned all_seen = __ballot_sync(~0u, reached && !hidden[i]), all_clear = __ballot_sync(~0u, clear[i]);
+        any_seen |= all_seen;
+        if (lane == 0) {
+          tile.map.row_block[i].visited[word - first_word] = all_seen;
+          tile.map.row_block[i].clear[word - first_word] = all_clear;
+        }
       }
-      const unsigned all_seen = __ballot_sync(~0u, seen), all_clear = __ballot_sync(~0u, clear);
-      if (lane == 0) {
-        tile.map.row_block[i].visited[word] = all_seen;
-        tile.map.row_block[i].clear[word] = all_clear;
+      if (any_seen)
+        last_word = word;
+      else if (first_word == word && word + 1 < words)
+        ++first_word;
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kRowBlocks; ++i) {
+        const int begin = max(block, tile.row_block[i].begin), end = min(block + (1 << shift), tile.row_block[i].end);
+        const int map_row = min(tile.first_query / kMaskMapTile + i, (a.queries - 1) / kMaskMapTile);
+        const uint8_t* const row = kinds + int64_t{map_row} * a.mask.map.row_step;
+        bool seen = false, clear = begin >= tile.row_block[i].whole_begin && end <= tile.row_block[i].whole_end &&
+                                   (a.mask.map.kinds || a.mask_source == MaskSource::kNone);
+#pragma unroll 1
+        for (int n = begin; n < end; ++n) {
+          const auto kind = a.mask.map.kinds ? static_cast<MaskKind>(row[n * a.mask.map.column_step]) : MaskKind::kMixed;
+          seen |= kind != MaskKind::kHidden;
+          if (a.mask.map.kinds) clear &= kind == MaskKind::kClear;
+        }
+        const unsigned all_seen = __ballot_sync(~0u, seen), all_clear = __ballot_sync(~0u, clear);
+        if (lane == 0) {
+          tile.map.row_block[i].visited[word] = all_seen;
+          tile.map.row_block[i].clear[word] = all_clear;
+        }
       }
     }
   }
+}
+
+// Computes the mask map of a work tile. The other members of `tile` must be set.
+template <class T, class Variant>
+__device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a, ForwardWorkTile& tile, int lane) {
+  int shift, words;
+  bool again = false;
+  do {
+    shift = 0;
+    while (tile.end - tile.begin > kMapBits << shift) ++shift;
+    words = (((tile.end - tile.begin - 1) >> shift) + 32) / 32;
+    int first_word = 0, last_word = 0;
+    mark_blocks(a, tile, shift, words, lane, first_word, last_word);
+    if constexpr (kHasSpans) {
+      // Words without a visible block would cost all warps that walk through the map.
+      last_word = max(last_word, first_word);
+      words = last_word - first_word + 1;
+      const int begin = tile.begin + (first_word * 32 << shift), end = min(begin + (words * 32 << shift), tile.end);
+      __syncwarp();
+      if (lane == 0) tile.begin = begin, tile.end = end;
+      if (lane < kRowBlocks) {
+        tile.row_block[lane].begin = min(max(tile.row_block[lane].begin, begin), end - 1);
+        tile.row_block[lane].end = min(tile.row_block[lane].end, end);
+      }
+      __syncwarp();
+      again = shift > 0 && end - begin <= kMapBits << (shift - 1);  // a bit may stand for fewer blocks
+    }
+  } while (again);
+  if (lane == 0) tile.map.shift = shift;
   __syncwarp();
   // A warpgroup from which the mask hides everything visits one block all the same, so that it needs no code of its own.
   unsigned* const visited = tile.map.row_block[min(lane, kRowBlocks - 1)].visited;
@@ -54,6 +173,12 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a,
       last = (tile.row_block[lane].begin - tile.begin) >> shift;
       visited[last / 32] |= 1u << last % 32;
     }
+  }
+  if constexpr (kHasSpans) {
+    // Before the last block of the warpgroup that ends first: it waits for the next tile before it releases what only others
+    // see. A map of many blocks takes a while.
+    const int first_to_end = __reduce_min_sync(~0u, lane < kRowBlocks ? last : INT_MAX);
+    if (lane == 0) tile.claim_at = tile.begin + (first_to_end << shift) - kClaimAhead - (tile.end - tile.begin) / kWarpSize;
   }
   __syncwarp();
   for (int word = lane; word < words; word += kWarpSize) {
@@ -137,6 +262,8 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
         key_begin = static_cast<int>(key_rows.begin);
         keys = static_cast<int>(key_rows.count);
       }
+    } else if constexpr (kHasSpans) {
+      next = scheduler.next(a, a.spans.tile_counter, lane);
     } else {
       next = scheduler.next(a);
     }
@@ -160,6 +287,11 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
       first_block = scheduler.begin();
       begin = max(begin, first_block), end = min(end, scheduler.end());
     }
+    if constexpr (kHasSpans)
+      if (more) {
+        const TileSpans spans = spans_of(a, next.batch, next.head);
+        TileSpans::narrow<kKeys>(spans.queries, spans.query_intervals, first, last + 1, begin, end);
+      }
     if (end <= begin) begin = first_block, end = begin + 1;
     wait(&shared.tile_empty[state.stage], state.parity ^ 1);
     ForwardWorkTile& tile = shared.tile[state.stage];
@@ -206,6 +338,8 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
       if (more && a.packed.tile_counter) wait(&shared.packed.tile_wanted, wanted_parity), wanted_parity ^= 1;
       scheduler.claim();
     }
+    if constexpr (kHasSpans)
+      if (more) wait(&shared.spans.tile_wanted, wanted_parity), wanted_parity ^= 1;
   }
 }
 
@@ -225,7 +359,9 @@ template <class T, class Variant>
 struct ForwardSm90Kernel<T, Variant>::Producer {
   const Arguments& a;
   Shared& shared;
-  static constexpr bool kHoldsTile = kHasOptions || kPacked;  // to the end of the tile, since its members are read until then
+  // The next tile may come late where it is claimed from a counter: then it is fetched once it is there, or at the end.
+  static constexpr bool kFetchesLate = kPacked || kHasSpans;
+  static constexpr bool kHoldsTile = kMasked || kPacked;  // to the end of the tile, since its members are read until then
   PipelineState<kWorkTiles> next_tile;
   PipelineState<kQueryStages> query;
   PipelineState<kKeyStages> key;  // and values, unless kVByColumns
@@ -317,6 +453,7 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
     const int first_block = next_loaded_block(tile, begin, end), key_row = key_begin(tile);
     [[maybe_unused]] const int mask_batch = batch * a.mask_batch_step, mask_head = head * a.mask_head_step,
                                mask_query = first_query;
+    [[maybe_unused]] bool claims = kHasSpans;
     // A warpgroup after its last block waits for the next tile before it releases the blocks that only others see. The next
     // tile is therefore asked for before the first warpgroup's last block.
     [[maybe_unused]] int claim_at = end_block;
@@ -326,19 +463,22 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
       claim_at = max(claim_at - kClaimAhead, first_block);
     }
 #pragma unroll 1
-    for (int block = first_block; block < end_block; block = next_loaded_block(tile, block + 1, end_block)) {
+    for (int block = first_block, next; block < end_block; block = next) {
+      next = next_loaded_block(tile, block + 1, end_block);
       wait(&shared.key_empty[key.stage], key.parity ^ 1);
       begin_key_stage(tile, block, mask_query, mask_head, mask_batch);
       load_key_block(key_row + block * kKeys, key_head, key_batch);
       // The queries of this tile come after its first keys, those of the next tile as soon as they find a buffer.
       if (block == first_block) {
         load_queries(true);
-        if constexpr (!kPacked) fetch_tile();
-      } else if (!kPacked || tile_stage != stage) {
+        if constexpr (!kFetchesLate) fetch_tile();
+      } else if (!kFetchesLate || tile_stage != stage) {
         load_queries(false);
       }
       if constexpr (kPacked)
         if (block == claim_at) arrive(&shared.packed.tile_wanted);
+      if constexpr (kHasSpans)
+        if (claims && block >= tile.claim_at) arrive(&shared.spans.tile_wanted), claims = false;
       if constexpr (!kVByColumns) {
         wait(&shared.value_empty[key.stage], key.parity ^ 1);
         uint64_t* barrier = &shared.value_full[key.stage];
@@ -347,8 +487,8 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
         load_value_block(a, shared.value[key.stage], key_row + block * kKeys, value_head, value_batch, barrier);
       }
       key.advance();
-      if (kPacked && tile_stage == stage &&
-          (block + 1 == end_block || test_wait(&shared.tile_full[next_tile.stage], next_tile.parity)))
+      if (kFetchesLate && tile_stage == stage &&
+          (next >= end_block || test_wait(&shared.tile_full[next_tile.stage], next_tile.parity)))
         fetch_tile();
     }
     if (kHoldsTile) arrive(&shared.tile_empty[stage]);
@@ -438,6 +578,45 @@ __device__ void ForwardSm90Kernel<T, Variant>::clear_padding_rows(const Argument
 #pragma unroll 1
   for (int n = static_cast<int>(blockIdx.x); n <= a.packed.sequences; n += static_cast<int>(gridDim.x))
     clear_rows(a, padding_rows(a.packed.query_starts, a.packed.sequences, n, a.queries, a.packed.total_queries), lane);
+}
+
+// ---- the span warps: which keys of mixed blocks are shown. Their bits come with the keys.
+
+template <class T, class Variant>
+__device__ void ForwardSm90Kernel<T, Variant>::make_span_bits(const Arguments& a, Shared& shared, int part, int lane) {
+  constexpr int kGroups = 4 * kRowBlocks / kSpanWarps;  // of 16 rows: every other one is this warp's
+  PipelineState<kWorkTiles> next_tile;
+  PipelineState<kStages> key;
+  while (true) {
+    wait(&shared.tile_full[next_tile.stage], next_tile.parity);
+    const ForwardWorkTile& tile = shared.tile[next_tile.stage];
+    if (tile.batch < 0) return;
+    const HeadSpans spans(a.spans.queries, a.spans.keys, {{0, a.queries}, {0, a.keys}, {}}, tile.batch, tile.head);
+#pragma unroll 1
+    for (int block = next_loaded_block(tile, tile.begin, tile.end); block < tile.end;
+         block = next_loaded_block(tile, block + 1, tile.end)) {
+      const int bit = (block - tile.begin) >> tile.map.shift;
+      bool mixed = false;
+#pragma unroll
+      for (int i = 0; i < kRowBlocks; ++i)
+        mixed |= is_bit_set(tile.map.row_block[i].visited, bit) && !is_bit_set(tile.map.row_block[i].clear, bit);
+#pragma unroll 1
+      for (int n = 0; mixed && n < kSpanWords; ++n) {
+        unsigned words[kGroups];
+        mask_bits_of_spans<kSpanWarps * kRowsPerWarp>(words, spans, tile.first_query + part * kRowsPerWarp, a.queries,
+                                                      block * kKeys + n * kMaskMapTile, a.keys, lane);
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i) shared.spans.word[key.parity][key.stage][part + kSpanWarps * i][n][lane] = words[i];
+      }
+      wait(&shared.key_empty[key.stage], key.parity ^ 1);  // or the arrival would count for the block before in this stage
+      __syncwarp();
+      if (lane == 0) arrive(&shared.key_full[key.stage]);
+      key.advance();
+    }
+    __syncwarp();
+    if (lane == 0) arrive(&shared.tile_empty[next_tile.stage]);
+    next_tile.advance();
+  }
 }
 
 // ---- the dropout warps: which weights are kept. Their bits come with the keys.

@@ -1,5 +1,5 @@
-// The static order in which the CTAs of the Hopper forward kernel take work tiles of dense problems: what the host decides, and
-// how each CTA walks through its tiles.
+// The order in which the CTAs of the Hopper forward kernel take work tiles of dense problems: what the host decides, and how
+// each CTA walks through its tiles.
 #pragma once
 
 #include <algorithm>
@@ -150,6 +150,31 @@ class TileScheduler {
  private:
   int round_ = 0, section_ = 0;
   int round_begin_ = 0;  // the first tile of this round, within the section
+};
+
+// The same tiles claimed one by one from a counter in global memory, where the host does not know which of them are long: with
+// spans.
+struct ClaimingTileScheduler {
+  // Called by a whole warp.
+  template <class Arguments>
+  __device__ WorkTileCoord next(const Arguments& a, unsigned* counter, int lane) const {
+    unsigned claimed = 0;
+    if (lane == 0) claimed = atomicAdd(counter, 1u);
+    const int index = static_cast<int>(__shfl_sync(~0u, claimed, 0));
+    const TileSchedule& schedule = a.schedule;
+    const int heads = a.batch * a.heads, even = heads * schedule.even_row_tiles,
+              uneven_row_tiles = schedule.row_tiles - schedule.even_row_tiles;
+    if (index >= heads * schedule.row_tiles) return {-1, 0, 0};
+    if (index < even) {
+      const int head = index / schedule.even_row_tiles;
+      return {head / a.heads, head % a.heads, schedule.row_tiles - 1 - index % schedule.even_row_tiles};
+    }
+    const HeadSections& sections = schedule.sections;
+    const int section = min((index - even) / (sections.heads * uneven_row_tiles), sections.last),
+              first_head = section * sections.heads, heads_here = section < sections.last ? sections.heads : heads - first_head,
+              n = index - even - first_head * uneven_row_tiles, head = first_head + n % heads_here;
+    return {head / a.heads, head % a.heads, uneven_row_tiles - 1 - n / heads_here};
+  }
 };
 
 }  // namespace flash_online::cuda

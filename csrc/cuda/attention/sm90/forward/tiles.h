@@ -7,8 +7,8 @@
 namespace flash_online::cuda {
 
 // Features in addition to plain attention. kOptions: softcap, ALiBi, bool masks and, with dropout warps, dropout.
-// kOptionsFloatMask: also 16-bit float masks, which need tiles in shared memory.
-enum class ForwardSm90Features { kPlain, kOptions, kOptionsFloatMask };
+// kOptionsFloatMask: also 16-bit float masks, which need tiles in shared memory. kSpans: spans, and nothing else.
+enum class ForwardSm90Features { kPlain, kOptions, kOptionsFloatMask, kSpans };
 
 struct ForwardSm90Tile {
   int head_dim, head_dim_v;
@@ -185,6 +185,12 @@ constexpr ForwardSm90Tile forward_sm90_cached(ForwardSm90Tile packed) {
   return packed;
 }
 
+// A tile with spans, from that of packed sequences, whose producer warps have the registers for more scheduling.
+constexpr ForwardSm90Tile forward_sm90_spans(ForwardSm90Tile packed) {
+  if (packed.head_dim_v > 128) packed.query_stages = packed.row_blocks();  // there is no room for more and the words of bits
+  return packed;
+}
+
 // The cut of tiles over cached keys by shares of CTAs (cached/line_scheduler.cuh).
 enum class ForwardSm90KvSplit {
   kNone,
@@ -218,12 +224,14 @@ constexpr ForwardSm90Tile forward_sm90_kv_split(ForwardSm90Tile cached, ForwardS
 template <int kEntry, ForwardSm90Features kFeatures, bool kOfPacked, bool kOfCached = false,
           ForwardSm90KvSplit kOfKvSplit = ForwardSm90KvSplit::kNone>
 struct ForwardSm90Variant {
-  static constexpr bool kHasOptions = kFeatures != ForwardSm90Features::kPlain,
+  static constexpr bool kHasSpans = kFeatures == ForwardSm90Features::kSpans,
+                        kHasOptions = kFeatures != ForwardSm90Features::kPlain && !kHasSpans,
                         kFloatMask = kFeatures == ForwardSm90Features::kOptionsFloatMask, kPacked = kOfPacked || kOfCached,
                         kCached = kOfCached, kKvSplit = kOfKvSplit != ForwardSm90KvSplit::kNone;
   static constexpr ForwardSm90Tile kUncached =
       kFloatMask    ? forward_sm90_variant(kForwardSm90FloatMask, kForwardSm90Plain[kEntry])
       : kHasOptions ? forward_sm90_variant(kForwardSm90Options, kForwardSm90Plain[kEntry])
+      : kHasSpans   ? forward_sm90_spans(forward_sm90_variant(kForwardSm90Packed, kForwardSm90Plain[kEntry]))
       : kPacked     ? forward_sm90_variant(kForwardSm90Packed, kForwardSm90Plain[kEntry])
                     : kForwardSm90Plain[kEntry];
   static constexpr ForwardSm90Tile kWhole = kCached ? forward_sm90_cached(kUncached) : kUncached,

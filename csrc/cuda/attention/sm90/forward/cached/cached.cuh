@@ -90,6 +90,7 @@ inline const char* cached_sm90_refusal(const AttentionProblem& p, const Gpu& gpu
   const CacheView& cache = p.cache;
   if (gpu.major != 9) return "the GPU's compute capability is not 9.0";
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "the dtype is not float16 or bfloat16";
+  if (p.has_spans()) return "spans";
   if (cache.dtype != p.dtype) return "a cache of float8";
   if (cache.key_scale || cache.value_scale) return "scales of keys or values";
   if (p.head_dim == 0 || p.head_dim_v == 0) return "a head dim of 0";

@@ -2,7 +2,7 @@
 // copies of the mask's gradient.
 #pragma once
 
-#include "backward_workspace.cuh"
+#include "../common/backward_workspace.cuh"
 
 namespace flash_online::cuda {
 
