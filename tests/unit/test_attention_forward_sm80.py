@@ -16,6 +16,7 @@ from kernels_on_host import (
     ROW_LAYOUTS,
     SMALL_TILE,
     AttentionProblem,
+    SpanView,
     Visibility,
     apart,
     at_the_end_of_a_page,
@@ -204,8 +205,9 @@ def test_nan_stays_in_its_row(kernels):
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("page, head_dim", [(16, 64), (7, 64), (16, 40), (64, 128)], ids=str)
 @pytest.mark.parametrize("queries", [1, 20])
-def test_cached_keys(kernels, cache_dtype, page, head_dim, queries):
-    """Pages of a pool, float8 ones too, which wait in shared memory to be widened."""
+@pytest.mark.parametrize("intervals", [0, 1, 2])
+def test_cached_keys(kernels, cache_dtype, page, head_dim, queries, intervals):
+    """Pages of a pool, float8 ones too, which wait in shared memory to be widened; with intervals of keys per query."""
     g = torch.Generator().manual_seed(1)
     lengths, heads, key_heads = (150, 0, 70), 4, 2
     entries = -(-max(lengths) // page)
@@ -230,6 +232,10 @@ def test_cached_keys(kernels, cache_dtype, page, head_dim, queries):
     if cache_dtype.itemsize == 1:
         cache.key_scale, cache.value_scale = (x.data_ptr() for x in scales)
         cache.key_scale_stride[:] = cache.value_scale_stride[:] = scales[0].stride()
+    options = {}
+    if intervals:
+        options["query_spans"] = spans = random_spans(g, (heads,), queries, max(lengths), intervals)
+        problem.query_spans = SpanView(spans.data_ptr(), (0, *spans.stride()[:2]), intervals)
     library = kernels(tile_of(head_dim))
     library.set_shared_bytes(227 << 10)
     assert library.attention_cached(ctypes.byref(problem)) == 0, library.last_error().decode()
@@ -239,7 +245,7 @@ def test_cached_keys(kernels, cache_dtype, page, head_dim, queries):
             keys = pool[table[n].long()].float().transpose(0, 1).flatten(1, 2)[:, :length]
             rows.append((keys * scale[n, :, None, None] if cache_dtype.itemsize == 1 else keys)[None])
         inputs = (query[n : n + 1].float(), *rows)
-        check((out[n : n + 1], lse[n : n + 1]), inputs, name=f"sequence {n}")
+        check((out[n : n + 1], lse[n : n + 1]), inputs, name=f"sequence {n}", **options)
 
 
 @pytest.mark.parametrize(

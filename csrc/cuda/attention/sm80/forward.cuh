@@ -825,7 +825,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   const BlockRange blocks(work);
   const Band band(sequence.visible, query, keys);
   auto key_blocks = key_blocks_of(arguments, work, blocks);
-  bool mask_is_clear, next_mask_is_clear = false;
+  bool mask_is_clear = false, next_mask_is_clear = false;
   int block = key_blocks.next(mask_is_clear);
 
   Outputs out;
