@@ -358,6 +358,61 @@ def test_visible_blocks(along_keys, size, across, broadcast, shares, run):
             assert found == expected
 
 
+LEAST, MOST = -(2**31), 2**31 - 1
+
+
+@pytest.mark.parametrize("query_intervals, key_intervals", [(1, 0), (2, 0), (0, 1), (0, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_words_of_spans(transposed, query_intervals, key_intervals, run):
+    """Every bit of the words that stand for a tile, bounds of any value among them."""
+    random = np.random.default_rng(query_intervals + 3 * key_intervals)
+    for _ in range(40):
+        queries, keys = (int(x) for x in random.integers(1, 300, 2))
+        bounds = [random.integers(-3, most + 4, (n, max(i, 1), 2)) for n, i, most in (
+            (queries, query_intervals, keys), (keys, key_intervals, queries))]  # fmt: skip
+        for one in bounds:
+            far = random.random(one.shape) < 0.03
+            one[far] = random.choice([LEAST, MOST], far.sum())
+        places = [np.arange(keys), np.arange(queries)]
+        inside = [
+            ((one[..., :1] <= p) & (p < one[..., 1:])).any(1) if i else np.ones((len(one), len(p)), bool)
+            for one, p, i in zip(bounds, places, (query_intervals, key_intervals), strict=True)
+        ]
+        shown = inside[0] & inside[1].T
+        query = int(random.integers(0, ceil_div(queries, 64))) * 64
+        key = int(random.integers(0, ceil_div(keys, 64))) * 64
+        given = [one.astype(np.int32).reshape(len(one), -1) for one in bounds]
+        found = run(
+            "span_words", given[0], query_intervals, queries, given[1], key_intervals, keys, query, key, transposed, rows=128
+        )
+        for group, lane, word, _ in found:
+            for bit in range(32):
+                q, k = place_of_bit(transposed, group, lane, bit)
+                if query + q < queries and key + k < keys:
+                    assert word >> bit & 1 == shown[query + q, key + k], (group, lane, bit)
+
+
+def place_of_bit(transposed, group, lane, bit):
+    """(query, key) within the tile, as MaskBits and TransposedMaskBits say."""
+    if not transposed:
+        return 32 * group + lane // 4 + bit // 2 % 2 * 8, bit // 4 * 8 + lane % 4 * 2 + bit % 2
+    place = 15 - bit % 16
+    return place % 8 * 8 + lane % 4 * 2 + bit // 16, 16 * group + (1 - place // 8) * 8 + lane // 4
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("batch, heads, group", [(1, 1, 1), (3, 2, 1), (2, 12, 4), (1, 64, 8)])
+@pytest.mark.parametrize("queries, keys", [(1, 1), (129, 4000), (4096, 4097)])
+def test_claimed_tiles(window, batch, heads, group, queries, keys, run):
+    for tile_rows, offset in product((64, 128, 192), (0, keys - queries)):
+        problem = dict(batch=batch, heads=heads, queries=queries, keys=keys, window=window, offset=offset)
+        row_tiles, even, section, last = schedule_of(run, **problem, tile_rows=tile_rows, ctas=132, group=group)
+        found = run("claimed_tiles", batch, heads, row_tiles, even, section, last, rows=batch * heads * row_tiles)
+        each_once([tile[:3] for tile in found], product(range(batch), range(heads), range(row_tiles)))
+        check_order_of_dense_tiles([tile[:3] for tile in found], batch, heads, row_tiles, even, section, last, 0)
+
+
 # --- batches -----------------------------------------------------------------------------------------------------------------
 
 

@@ -201,6 +201,51 @@ int64_t tile_cuts(int64_t tiles, int64_t blocks, int64_t sms, int64_t tile_cost,
   });
 }
 
+// Rows of (batch, head, row tile, 0), in the order in which tiles are claimed.
+int64_t claimed_tiles(int batch, int heads, int row_tiles, int even_row_tiles, int section_heads, int last_section,
+                      int64_t* out, int64_t capacity) {
+  struct Arguments {
+    TileSchedule schedule;
+    int batch, heads;
+  };
+  return guarded([&] {
+    const Arguments arguments{{row_tiles, even_row_tiles, false, {section_heads, last_section}}, batch, heads};
+    Rows4 rows(out, capacity);
+    unsigned counter = 0;
+    device_on_host::Cta warp;
+    warp.run(0, [&](int lane) {
+      for (WorkTileCoord tile; (tile = ClaimingTileScheduler{}.next(arguments, &counter, lane)).batch >= 0;)
+        if (lane == 0) rows.add(tile.batch, tile.head, tile.row_tile, 0);
+    });
+    return rows.count;
+  });
+}
+
+// The words of bits that the Hopper kernels make of spans, of one head's rows of 2 * intervals bounds; intervals 0: none. Rows
+// of (group, lane, word, 0): forward, groups of 16 queries, 32 apart, and 64 keys; transposed, of 64 queries and groups of 16
+// keys.
+int64_t span_words(const int32_t* query_spans, int query_intervals, int queries, const int32_t* key_spans, int key_intervals,
+                   int keys, int query, int key, int transposed, int64_t* out, int64_t capacity) {
+  return guarded([&] {
+    const auto view = [](const int32_t* data, int intervals) {
+      return SpanView{intervals > 0 ? data : nullptr, {0, 0, 2 * intervals}, intervals};
+    };
+    const HeadSpans spans(view(query_spans, query_intervals), view(key_spans, key_intervals), {{0, queries}, {0, keys}, {}}, 0,
+                          0);
+    constexpr int kGroups = 4;
+    unsigned words[kLanes][kGroups];
+    device_on_host::Cta warp;
+    warp.run(0, [&](int lane) {
+      transposed ? transposed_bits_of_spans(words[lane], spans, query, queries, key, keys, lane)
+                 : mask_bits_of_spans<32>(words[lane], spans, query, queries, key, keys, lane);
+    });
+    Rows4 rows(out, capacity);
+    for (int group = 0; group < kGroups; ++group)
+      for (int lane = 0; lane < kLanes; ++lane) rows.add(group, lane, words[lane][group], 0);
+    return rows.count;
+  });
+}
+
 // Rows of (block, whether it is clear, 0, 0): the blocks of `size` keys (along_keys) or queries of one CTA's walk. Its other
 // side is the rows [from, last). kinds: [queries / 64 or 1, keys / 64 or 1].
 int64_t visible_blocks(const uint8_t* kinds, int64_t query_tiles, int64_t key_tiles, int along_keys, int size, int from,
