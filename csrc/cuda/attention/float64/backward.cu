@@ -236,7 +236,6 @@ __global__ void __launch_bounds__(kMostThreads) key_gradient(const __grid_consta
     if (kKey) load_row_tile(value_tile.rows, value_rows, key, tile.keys);
   }
   walk.start();
-
   Outputs out;
   clear(out);
   while (walk.item().exists) {

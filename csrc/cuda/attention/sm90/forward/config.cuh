@@ -335,6 +335,7 @@ struct ForwardSm90Kernel {
   __device__ __forceinline__ static Scheduler make_scheduler(const Arguments& a, Shared& shared);
   __device__ __forceinline__ static void set_sequence(ForwardWorkTile& tile, const PackedSequence& sequence,
                                                       const Visibility& visible);
+  __device__ __forceinline__ static void rows_of_sequence(const Arguments& a, int sequence, Rows& queries, Rows& keys);
   __device__ __forceinline__ static void clear_rows(const Arguments& a, const Rows& rows, int lane);
   __device__ __forceinline__ static TileSpans spans_of(const Arguments& a, int batch, int head);
   __device__ __forceinline__ static void kinds_by_spans(const Arguments& a, const ForwardWorkTile& tile, const TileSpans& spans,

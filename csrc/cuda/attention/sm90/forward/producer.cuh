@@ -234,6 +234,18 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::set_sequence(Forw
 }
 
 template <class T, class Variant>
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::rows_of_sequence(const Arguments& a, int sequence, Rows& queries,
+                                                                                Rows& keys) {
+  if constexpr (kCached) {
+    const Sequence cached = cached_sequence(a.cached.problem, sequence);
+    queries = cached.queries, keys = cached.keys;
+  } else {
+    queries = packed_rows(a.packed.query_starts, sequence, a.queries, a.packed.total_queries);
+    keys = packed_rows(a.packed.key_starts, sequence, a.keys, a.packed.total_keys);
+  }
+}
+
+template <class T, class Variant>
 __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a, Shared& shared, int lane) {
   PipelineState<kWorkTiles> state;
   Scheduler scheduler = make_scheduler(a, shared);
@@ -250,17 +262,9 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
       } else if (next.batch >= 0 && next.batch != sequence) {
         sequence = next.batch;
         Rows query_rows, key_rows;
-        if constexpr (kCached) {
-          const Sequence cached = cached_sequence(a.cached.problem, sequence);
-          query_rows = cached.queries, key_rows = cached.keys;
-        } else {
-          query_rows = packed_rows(a.packed.query_starts, sequence, a.queries, a.packed.total_queries);
-          key_rows = packed_rows(a.packed.key_starts, sequence, a.keys, a.packed.total_keys);
-        }
-        query_begin = static_cast<int>(query_rows.begin);
-        queries = static_cast<int>(query_rows.count);
-        key_begin = static_cast<int>(key_rows.begin);
-        keys = static_cast<int>(key_rows.count);
+        rows_of_sequence(a, sequence, query_rows, key_rows);
+        query_begin = static_cast<int>(query_rows.begin), queries = static_cast<int>(query_rows.count);
+        key_begin = static_cast<int>(key_rows.begin), keys = static_cast<int>(key_rows.count);
       }
     } else if constexpr (kHasSpans) {
       next = scheduler.next(a, a.spans.tile_counter, lane);
