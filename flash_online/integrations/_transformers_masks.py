@@ -1,4 +1,4 @@
-"""The mask function of the transformers integration: visibility as rules and padding, in memory linear in the lengths."""
+"""The mask function of the transformers integration: masks as rules, padding and spans, in memory linear in the lengths."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+
+from ._transformers_rules import Rule, infer, interval, read, runs, starts_of
 
 
 class VisibleKeys:
@@ -26,6 +28,7 @@ class VisibleKeys:
         padding: bool `[B, 1, 1, used_keys]`, True for keys that take part, or None where all do.
         starts: bool `[B, L]`, True where a document or chunk begins (queries see only their own), or None.
         chunked: `starts` has chunk starts too, not only documents.
+        query_spans: int32 `[B or 1, 1, L, 2]`, an argument of `attention` that holds all but the padding, or None.
         dense: makes the bool mask `[B, 1, L, S]` by the host's own function.
         is_plain: a causal rule and padding are all there is.
     """
@@ -40,14 +43,14 @@ class VisibleKeys:
         padding: Tensor | None,
         starts: Tensor | None,
         chunked: bool,
-        documents: bool,
+        query_spans: Tensor | None,
         dense: Callable[[], Tensor],
     ) -> None:
         self.batch, self.queries, self.keys = sizes
         self.causal, self.window, self.lower_right, self.used_keys = causal, window, lower_right, used_keys
-        self.padding, self.starts, self.chunked, self.documents, self.dense = padding, starts, chunked, documents, dense
+        self.padding, self.starts, self.chunked, self.query_spans, self.dense = padding, starts, chunked, query_spans, dense
         self.packed: tuple[Tensor, int] | None = None
-        self.is_plain = window is used_keys is starts is None and not documents
+        self.is_plain = window is used_keys is starts is query_spans is None
 
     def cu_seqlens(self) -> tuple[Tensor, int]:
         """int32 `[documents + 1]`, the first row of each document among the B L tokens, and the longest document's length.
@@ -58,6 +61,27 @@ class VisibleKeys:
             bounds = torch.cat([begins, begins.new_tensor([self.starts.numel()])]).to(torch.int32)
             self.packed = bounds, int(bounds.diff().max())
         return self.packed
+
+    def spans(self) -> dict[str, Tensor]:
+        """The arguments `query_spans` and `key_spans` of `attention` that hold the whole mask; none of them where the rule and
+        the padding do."""
+        if self.starts is self.query_spans is None:
+            return {}
+        found = {"query_spans": self._spans_of_runs() if self.query_spans is None else self.query_spans}
+        if self.padding is not None:
+            seen_by = self.padding[:, :, 0].to(torch.int32) * self.queries  # no query, or all
+            found["key_spans"] = torch.stack([torch.zeros_like(seen_by), seen_by], -1)
+        return found
+
+    def _spans_of_runs(self) -> Tensor:
+        assert self.starts is not None
+        tokens = torch.arange(self.queries, device=self.starts.device)
+        first, past = runs(self.starts)
+        if self.causal:
+            past = tokens + 1
+        if self.window is not None:
+            first, past = first.maximum(tokens - self.window[0]), past.minimum(tokens + self.window[1] + 1)
+        return _as_spans(first, past, self.keys)
 
     # Mask attributes that models and their hooks use without reading elements.
 
@@ -77,16 +101,17 @@ class VisibleKeys:
 
     def numel(self) -> int:
         """Number of allocated elements."""
-        return sum(tensor.numel() for tensor in (self.padding, self.starts) if tensor is not None)
+        return sum(tensor.numel() for tensor in (self.padding, self.starts, self.query_spans) if tensor is not None)
 
     def to(self, *arguments: Any, **options: Any) -> VisibleKeys:
         """Tensor.to for another device; the dtype does not change."""
-        parts = [None if t is None else t.to(*arguments, **options).to(torch.bool) for t in (self.padding, self.starts)]
-        if parts[0] is self.padding and parts[1] is self.starts:
+        tensors = (self.padding, self.starts, self.query_spans)
+        parts = [None if t is None else t.to(*arguments, **options).to(t.dtype) for t in tensors]
+        if all(part is tensor for part, tensor in zip(parts, tensors, strict=True)):
             return self
         sizes = self.batch, self.queries, self.keys
         rule = self.causal, self.window, self.lower_right, self.used_keys
-        moved = VisibleKeys(sizes, *rule, parts[0], parts[1], self.chunked, self.documents, self.dense)
+        moved = VisibleKeys(sizes, *rule, parts[0], parts[1], self.chunked, parts[2], self.dense)
         if self.packed is not None:
             moved.packed = self.packed[0].to(*arguments, **options).to(torch.int32), self.packed[1]
         return moved
@@ -113,76 +138,10 @@ class VisibleKeys:
         )
 
 
-class _Rule(NamedTuple):
-    """The meaning of one of the host's mask functions."""
-
-    causal: bool
-    window: tuple[int, int] | None = None
-    chunk: int | None = None  # keys per chunk: a query sees no key before its own chunk
-    documents: bool = False  # queries see only their own document
-
-    def also(self, other: _Rule) -> _Rule:
-        """Both at once."""
-        window = other.window if self.window is None else self.window
-        if self.window is not None and other.window is not None:
-            window = (min(self.window[0], other.window[0]), min(self.window[1], other.window[1]))
-        chunk = self.chunk if other.chunk is None else other.chunk if self.chunk is None else min(self.chunk, other.chunk)
-        return _Rule(self.causal or other.causal, window, chunk, self.documents or other.documents)
-
-
-_NO_BOUND = 2**31 - 1  # the right bound of a window under the causal rule
-
-
-def _read(function: Callable[..., Tensor]) -> _Rule | None:
-    """The rule of a mask function, from the names and closures of the host's factories; None for any other function."""
-    name = getattr(function, "__qualname__", "")
-    if getattr(function, "__module__", "") != "transformers.masking_utils":
-        return None
-    if name == "causal_mask_function":
-        return _Rule(True)
-    if name == "bidirectional_mask_function":
-        return _Rule(False)
-    cells = dict(zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
-    match name.partition(".")[0]:
-        case "and_masks":
-            whole = _Rule(False)
-            for part in cells["mask_functions"]:
-                rule = _read(part)
-                if rule is None:
-                    return None
-                whole = whole.also(rule)
-            return whole
-        case "sliding_window_overlay":
-            return _Rule(False, (cells["sliding_window"] - 1, _NO_BOUND))
-        case "sliding_window_bidirectional_overlay":
-            return _Rule(False, (cells["sliding_window"], cells["sliding_window"]))
-        case "chunked_overlay":
-            return _Rule(False, chunk=cells["chunk_size"])
-        case "packed_sequence_mask_function":
-            return _Rule(False, documents=True)
-        case "remap_positions_for_packed_sequence":  # positions inside a document, at a constant offset from row positions
-            return _read(cells["mask_function"])
-    return None
-
-
-def _infer(
-    function: Callable[..., Tensor], local_size: int | None, causal_skip: bool, bidirectional_skip: bool, config: Any
-) -> _Rule | None:
-    """`_read` while Dynamo traces and closures are hidden: uses the flags by which the host's own mask functions declare a
-    plain rule."""
-    name = function.__name__
-    if name in ("causal_mask_function", "bidirectional_mask_function"):
-        return _Rule(name == "causal_mask_function")
-    if name != "and_mask":
-        return None
-    if bidirectional_skip:
-        return None if local_size is None else _Rule(False, (local_size, local_size))
-    documents = not causal_skip
-    if local_size is None:
-        return _Rule(True, documents=True) if documents else None
-    if local_size == getattr(config, "attention_chunk_size", None):  # the config attribute tells a chunk from a window
-        return None if local_size == getattr(config, "sliding_window", None) else _Rule(True, None, local_size, documents)
-    return _Rule(True, (local_size - 1, _NO_BOUND), None, documents)
+def _as_spans(first: Tensor, past: Tensor, keys: int) -> Tensor:
+    """Query spans int32 `[B or 1, 1, L, 2]` of the intervals [first, past) of `keys` keys."""
+    bounds = torch.stack(torch.broadcast_tensors(first, past), -1).clamp(0, keys).to(torch.int32)
+    return bounds.reshape(-1, 1, first.shape[-1], 2)
 
 
 def visible_keys(
@@ -204,10 +163,10 @@ def visible_keys(
     """The mask function that `register` gives to `transformers.AttentionMaskInterface`; arguments are the host's.
 
     Returns:
-        VisibleKeys for causal and bidirectional rules, windows, padding, documents found from position_ids, and chunks that
-        begin with the pass. Otherwise a dense bool mask `[B, 1, L, S]` from the host's `sdpa_mask`: for masks combined with the
-        caller's own functions, blocks of images, chunks that continue a cache or have holes in their padding, and calls in
-        which the host requires a mask.
+        VisibleKeys for causal and bidirectional rules, windows, padding, documents found from position_ids, chunks, and blocks
+        of tokens that see each other (images). Otherwise a dense bool mask `[B, 1, L, S]` from the host's `sdpa_mask`: for
+        masks combined with the caller's own functions, blocks in several parts, blocks and caches that are traced, one query
+        with chunks, and calls in which the host requires a mask.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
     from transformers.utils.import_utils import is_tracing
@@ -215,7 +174,7 @@ def visible_keys(
     if isinstance(attention_mask, VisibleKeys):  # generate() made it before the forward pass
         return attention_mask
     mask_function = causal_mask_function if mask_function is None else mask_function
-    tracing = is_tracing(attention_mask)
+    tracing = is_tracing(attention_mask) or is_tracing(q_offset)
 
     def dense() -> Any:
         return sdpa_mask(
@@ -232,46 +191,91 @@ def visible_keys(
             device=device,
         )
 
-    if use_vmap or (attention_mask is not None and attention_mask.ndim != 2):
+    if attention_mask is not None and attention_mask.ndim != 2:
         return dense()
     if torch.compiler.is_compiling():
-        rule = _infer(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, config)
+        skips = allow_is_causal_skip, allow_is_bidirectional_skip
+        rule = None if use_vmap else infer(mask_function, local_size, *skips, config)
     else:
-        rule = _read(mask_function)
+        rule = read(mask_function)
     asked_for = not (allow_is_causal_skip or allow_is_bidirectional_skip)  # except for documents, the host requires a mask
-    if rule is None or (asked_for and not rule.documents):
+    if rule is not None and asked_for and not rule.documents:
         return dense()
     if isinstance(q_offset, Tensor):  # from a static cache
-        if tracing or is_tracing(q_offset):
+        if tracing:
             return dense()
         q_offset = int(q_offset)
+    tokens = _Tokens(batch_size, q_length, kv_length, q_offset, kv_offset, device)
+    visible = None if rule is None else _by_rule(rule, mask_function, attention_mask, tokens, tracing, dense)
+    if visible is None and not tracing and q_length > 1:  # one query: its mask is one row, which kernels for few queries read
+        visible = _by_spans(mask_function, attention_mask, tokens, dense)
+    return dense() if visible is None else visible
 
-    first = q_offset - kv_offset  # the first query's position among the keys
-    placed = _place(rule, first, q_length, kv_length)
+
+class _Tokens(NamedTuple):
+    """The queries and keys of a forward pass; offsets are the positions of the first ones in the sequence."""
+
+    batch: int
+    queries: int
+    keys: int
+    q_offset: int
+    kv_offset: int
+    device: torch.device | str
+
+
+def _by_rule(
+    rule: Rule,
+    mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None,
+    tokens: _Tokens,
+    tracing: bool,
+    dense: Callable[[], Tensor],
+) -> VisibleKeys | None:
+    """The mask as the causal rule, the window, the padding and the starts of runs; None where these cannot say it."""
+    first = tokens.q_offset - tokens.kv_offset  # the first query's position among the keys
+    placed = _place(rule, first, tokens.queries, tokens.keys)
     if placed is None:
-        return dense()
+        return None
     lower_right, used_keys = placed
-    padding = _padding(attention_mask, kv_offset, kv_length if used_keys is None else used_keys, tracing)
-    chunked = rule.chunk is not None and kv_offset + kv_length > rule.chunk
+    padding = _padding(attention_mask, tokens.kv_offset, tokens.keys if used_keys is None else used_keys, tracing)
+    chunked = rule.chunk is not None and tokens.kv_offset + tokens.keys > rule.chunk
     starts = None
     if rule.documents or chunked:
-        alone = first == kv_offset == 0 and q_length == kv_length > 0 and not (rule.documents and attention_mask is not None)
-        if not alone or (tracing and chunked) or (padding is not None and not _in_one_run(padding)):
-            return dense()
-        if not tracing:
-            starts = _starts(mask_function, batch_size, q_length, device)
-            if padding is not None:  # a run of padding is a separate document
-                starts[:, 1:] |= padding[:, 0, 0].diff()
-                padding = None
-    sizes = batch_size, q_length, kv_length
-    fields = lower_right, used_keys, padding, starts, chunked, rule.documents, dense
-    visible = VisibleKeys(sizes, rule.causal, rule.window, *fields)
-    if starts is not None:
+        alone = first == tokens.kv_offset == 0 and tokens.queries == tokens.keys > 0
+        alone = alone and not (rule.documents and attention_mask is not None)
+        if not alone or (padding is not None and not tracing and not _in_one_run(padding)):
+            return None
+        starts = starts_of(mask_function, tokens.batch, tokens.queries, tokens.device)
+        if padding is not None and not tracing:  # a run of padding is a separate document
+            starts[:, 1:] |= padding[:, 0, 0].diff()
+            padding = None
+    sizes = tokens.batch, tokens.queries, tokens.keys
+    placement = lower_right, used_keys, padding, starts, chunked, None
+    visible = VisibleKeys(sizes, rule.causal, rule.window, *placement, dense)
+    if starts is not None and not tracing:
         visible.cu_seqlens()  # now: generate() makes masks before a compiled forward pass, which cannot read the lengths
     return visible
 
 
-def _place(rule: _Rule, first: int, queries: int, keys: int) -> tuple[bool, int | None] | None:
+def _by_spans(
+    mask_function: Callable[..., Tensor], attention_mask: Tensor | None, tokens: _Tokens, dense: Callable[[], Tensor]
+) -> VisibleKeys | None:
+    """The mask as one interval of keys per query; None where some query sees no interval."""
+    seen = interval(mask_function, torch.arange(tokens.q_offset, tokens.q_offset + tokens.queries, device=tokens.device))
+    if seen is None:
+        return None
+    first, past = (bound - tokens.kv_offset for bound in seen)
+    padding = _padding(attention_mask, tokens.kv_offset, tokens.keys, tracing=False)
+    if padding is not None and _in_one_run(padding):
+        rows = padding[:, 0, 0].to(torch.int64)
+        begin = rows.argmax(1, keepdim=True)
+        first, past, padding = first.maximum(begin), past.minimum(begin + rows.sum(1, keepdim=True)), None
+    spans = _as_spans(first, past, tokens.keys)
+    sizes = tokens.batch, tokens.queries, tokens.keys
+    return VisibleKeys(sizes, False, None, False, None, padding, None, False, spans, dense)
+
+
+def _place(rule: Rule, first: int, queries: int, keys: int) -> tuple[bool, int | None] | None:
     """(lower_right, used_keys) of VisibleKeys for queries that begin at position `first` of the keys; None if no alignment of
     `attention` gives these positions."""
     end = first + queries
@@ -299,12 +303,3 @@ def _in_one_run(padding: Tensor) -> bool:
     rows = padding[:, 0, 0]
     begins = (rows[:, 1:] & ~rows[:, :-1]).sum(1) + rows[:, 0]
     return bool((begins <= 1).all())
-
-
-def _starts(mask_function: Callable[..., Tensor], batch: int, length: int, device: torch.device | str) -> Tensor:
-    """bool `[B, L]`: True where a token does not see the previous token. Documents and chunks are runs of tokens, so these are
-    their starts."""
-    rows, head = torch.arange(batch, device=device)[:, None], torch.zeros(1, 1, dtype=torch.long, device=device)
-    tokens = torch.arange(1, length, device=device)[None]
-    together = mask_function(rows, head, tokens, tokens - 1).expand(batch, length - 1)
-    return torch.cat([together.new_ones(batch, 1), ~together], 1)

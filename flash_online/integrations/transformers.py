@@ -13,7 +13,8 @@ from ..attention import attention, default_scale, try_fast_masked, try_fast_path
 from ..kvcache import kvcache_attention
 from ..varlen import varlen_attention
 from ._fused_loss import fuse_loss
-from ._transformers_masks import _NO_BOUND, VisibleKeys, visible_keys
+from ._transformers_masks import VisibleKeys, visible_keys
+from ._transformers_rules import NO_BOUND
 from ._transformers_support import check_models_for
 
 __all__ = ["fuse_loss", "register"]
@@ -130,7 +131,14 @@ def attend(
     visible = attention_mask
     if visible is None:
         visible = _without_mask(module, query, key, is_causal, sliding_window)
-    if isinstance(visible, VisibleKeys):
+    is_rule = isinstance(visible, VisibleKeys)
+    if given and not (is_rule and visible.query_spans is None):
+        found = "blocks or chunks" if is_rule else "a dense mask"
+        raise ValueError(
+            f"attention_mask: expected None with cu_seq_lens_q, got {found}. Pass one of the two: attention_mask=None if the "
+            "documents are the whole mask"
+        )
+    if is_rule:
         _check_lengths(visible, query, key)
         if given and not visible.chunked:
             if visible.padding is not None:
@@ -139,17 +147,10 @@ def attend(
                     "Pass attention_mask=None, or no cu_seq_lens"
                 )
             return _attend_documents(query, key, value, visible, lengths, position_bias, options), None
-        if visible.starts is not None and position_bias is None:
+        if visible.packed is not None and position_bias is None:
             bounds, longest = visible.cu_seqlens()
             return _attend_documents(query, key, value, visible, (bounds, bounds, longest, longest), None, options), None
-        if not visible.documents and visible.starts is None:
-            return _attend_rule(query, key, value, visible, position_bias, options), None
-        visible = visible.dense()
-    elif given:
-        raise ValueError(
-            "attention_mask: expected None with cu_seq_lens_q, got a dense mask. Pass one of the two: attention_mask=None if "
-            "the documents are the whole mask"
-        )
+        return _attend_rule(query, key, value, visible, position_bias, options), None
     mask = _with_bias(_check_dense(visible), position_bias)
     return attention(query, key, value, mask=mask, **options).transpose(1, 2).contiguous(), None
 
@@ -243,7 +244,7 @@ def _without_mask(
             f"sliding_window={sliding_window} and {keys} keys, got None"
         )
     sizes = (query.shape[0], queries, keys)
-    return VisibleKeys(sizes, causal, None, False, None, None, None, False, False, lambda: _all(query, key))
+    return VisibleKeys(sizes, causal, None, False, None, None, None, False, None, lambda: _all(query, key))
 
 
 def _all(query: Tensor, key: Tensor) -> Tensor:
@@ -251,7 +252,7 @@ def _all(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _check_lengths(visible: VisibleKeys, query: Tensor, key: Tensor) -> None:
-    by_position = visible.causal or visible.window is not None
+    by_position = visible.causal or visible.window is not None or visible.query_spans is not None
     if key.shape[2] != visible.keys or (by_position and query.shape[2] != visible.queries):
         raise ValueError(
             f"attention_mask: expected {visible.queries} queries and {visible.keys} keys, got {query.shape[2]} and "
@@ -275,7 +276,10 @@ def _check_dense(mask: Any) -> Tensor:
 def _attend_rule(
     query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, bias: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
-    """Attention with causal rule, window and padding, `[B, L, Hq, Ev]`."""
+    """Attention with causal rule, window and padding, or with spans, `[B, L, Hq, Ev]`."""
+    spans = visible.spans()
+    if spans:
+        return attention(query, key, value, mask=bias, **spans, **options).transpose(1, 2).contiguous()
     if visible.used_keys is not None:
         key, value = key[:, :, : visible.used_keys], value[:, :, : visible.used_keys]
         bias = None if bias is None or bias.shape[-1] == 1 else bias[..., : visible.used_keys]
@@ -319,7 +323,7 @@ def _window(visible: VisibleKeys, length: int) -> tuple[int | None, int | None] 
     if visible.window is None:
         return None
     left, right = visible.window
-    right_bound = None if visible.causal or right >= _NO_BOUND else right
+    right_bound = None if visible.causal or right >= NO_BOUND else right
     if left >= length - 1 and (right_bound is None or right_bound >= length - 1):
         return None
     return left, right_bound

@@ -102,7 +102,7 @@ def test_padding_on_the_right(spec):
 
 
 def test_holes_in_the_padding():
-    """Chunks with a hole in them are no run of tokens: that pass takes a dense mask."""
+    """Chunks with a hole in them are no run of tokens: spans of keys and of queries hold them."""
     for name in ("Llama", "Mistral", "Llama 4", "BERT"):
         inputs = BY_NAME[name].inputs()
         inputs["attention_mask"][1, 20:27] = 0
@@ -361,13 +361,14 @@ def test_documents_have_the_gradients_of_eager():
 
 
 @pytest.mark.slow
-def test_compiled_documents():
-    """Tracing sees no values: documents by position_ids alone take a dense mask then, documents by cu_seq_lens none."""
-    spec = BY_NAME["Mistral"]
+@named([BY_NAME[name] for name in ("Mistral", "Gemma 2", "Llama 4")])
+def test_compiled_documents(spec, monkeypatch):
+    """Tracing sees no values: documents by position_ids alone are spans then, which are in the graph. No mask is dense."""
     model, (inputs, _) = spec.build(), packed(spec)
     model.set_attn_implementation(NAME)
     with torch.no_grad():
         expected = model(**inputs).logits
+        monkeypatch.setattr(masking_utils, "sdpa_mask", None)
         for more in ({}, lengths_of()):
             torch._dynamo.reset()
             compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -446,9 +447,67 @@ def test_the_mask_function_shows_what_the_host_shows(q_offset, kv_offset, querie
     assert few >= 6 or (q_offset, queries, keys) in ((2, 7, 5), (3, 4, 9))
 
 
-def images(config, tokens, **words):
+def image_masks():
+    """What models make of blocks of images: (name, mask function by the blocks' ids)."""
+    size = masking_utils
+    yield "causal", lambda ids: size.or_masks(size.causal_mask_function, size.blockwise_overlay(ids))
+    window = size.sliding_window_causal_mask_function(5)
+    yield "window, or blocks", lambda ids: size.or_masks(window, size.blockwise_overlay(ids))
+    yield (
+        "window of causal or blocks",  # Gemma 3 and 4
+        lambda ids: size.and_masks(
+            size.or_masks(size.causal_mask_function, size.blockwise_overlay(ids)), size.sliding_window_overlay(5)
+        ),
+    )
+
+
+@pytest.mark.parametrize("form, make", list(image_masks()), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("padding", ["none", "left", "right", "hole"])
+@pytest.mark.parametrize("q_offset, kv_offset, queries, keys", [(0, 0, 16, 16), (0, 0, 16, 20), (6, 0, 10, 16), (6, 3, 10, 13)])
+def test_blocks_of_images_are_spans(form, make, padding, q_offset, kv_offset, queries, keys):
+    total = kv_offset + keys
+    ids = torch.full((3, total), -1)
+    ids[0, 2:6], ids[0, 6:7], ids[0, 9:15], ids[1, 5:9], ids[1, 9:11] = 0, 1, 2, 4, 3
+    mask = torch.ones(3, total, dtype=torch.bool)
+    if padding in ("left", "hole"):
+        mask[0, :4], mask[2] = False, False
+    if padding in ("right", "hole"):
+        mask[1, 10:13] = False
+        mask[1, 13:] &= padding == "hole"
+    where = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": make(ids)}
+    where["attention_mask"] = None if padding == "none" else mask
+    expected = masking_utils.sdpa_mask(3, queries, keys, **where, allow_is_causal_skip=False).expand(3, 1, queries, keys)
+    for vmap in (False, True):
+        visible = visible_keys(3, queries, keys, **where, use_vmap=vmap, allow_is_causal_skip=False)
+        assert isinstance(visible, VisibleKeys) and visible.numel() <= 2 * 3 * queries + 3 * keys
+        assert torch.equal(seen_by(visible, 3, queries, keys), expected[:, 0])
+
+
+def test_a_model_with_images_has_the_gradients_of_eager():
+    """Gemma 3 over masks for images, padded on the left, with the windows of half of the layers."""
+    from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+
+    spec = BY_NAME["Gemma 3"]
+    model, inputs = spec.build(), spec.inputs()
+    ids = torch.full_like(inputs["input_ids"], -1)
+    ids[0, 3:20], ids[0, 20:31], ids[1, 10:40], ids[2, 21:25] = 0, 1, 0, 5
+    found = []
+    for name in ("eager", NAME):
+        model.set_attn_implementation(name)
+        embeds = model.get_input_embeddings()(inputs["input_ids"])
+        masks = create_masks_for_vision_model(model.config, embeds, inputs["attention_mask"], None, None, ids)
+        assert all(isinstance(mask, VisibleKeys) == (name == NAME) for mask in masks.values())
+        model.zero_grad()
+        out = model.model(input_ids=inputs["input_ids"], attention_mask=masks, use_cache=False).last_hidden_state
+        out = out[inputs["attention_mask"].bool()]
+        (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(5))).mean().backward()
+        found.append([out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert difference(found[1][:1], found[0][:1]) <= checks.ALLOWED and difference(found[1][1:], found[0][1:]) <= checks.ALLOWED
+
+
+def images_in_two_parts(config, tokens, **words):
     blocks = torch.full((2, 12), -1)
-    blocks[0, 2:6], blocks[1, 5:9], blocks[1, 9:11] = 0, 0, 1
+    blocks[0, 2:6], blocks[0, 8:10], blocks[1, 5:9] = 0, 0, 1
     return masking_utils.create_causal_mask(config, tokens, None, None, block_sequence_ids=blocks, **words)
 
 
@@ -461,7 +520,7 @@ def test_what_has_no_rule_is_dense_and_the_hosts():
         return (key % 2 == 0) | (key == query)
 
     makers = {
-        "images": images,
+        "images in two parts": images_in_two_parts,
         "a function of the caller's": lambda *a: masking_utils.create_causal_mask(*a, None, None, and_mask_function=odd),
         "either": lambda *a: masking_utils.create_sliding_window_causal_mask(*a, None, None, or_mask_function=odd),
         "asked for": lambda *a: masking_utils.create_causal_mask(*a, None, None, allow_is_causal_skip=False),
@@ -596,6 +655,12 @@ def call(mask=None, module=None, shape=(2, 2, 6, 8), keys=None, **options):
     return integration.attend(module or Layer(), query, key, value, mask, **options)
 
 
+def blocks():
+    ids = torch.tensor([[0, 0, -1, -1, -1, 1]] * 2)
+    size = masking_utils
+    return visible_keys(2, 6, 6, mask_function=size.or_masks(size.causal_mask_function, size.blockwise_overlay(ids)))
+
+
 def test_without_a_mask_the_layer_says_whether_it_is_causal():
     query, key, value = torch.randn(3, 2, 2, 6, 8)
     for attributes, options, causal in (({}, {}, True), ({"is_causal": False}, {}, False), ({}, {"is_causal": False}, False)):
@@ -633,6 +698,16 @@ REFUSED = {
         ValueError,
         "got a dense mask",
         lambda: call(torch.ones(2, 1, 6, 6, dtype=torch.bool), **FOUR),
+    ),
+    "blocks and cu_seq_lens": (
+        ValueError,
+        "got blocks",
+        lambda: call(blocks(), **FOUR),
+    ),
+    "blocks for other queries": (
+        ValueError,
+        "6 queries and 6 keys",
+        lambda: call(blocks(), shape=(2, 2, 5, 8)),
     ),
     "a bias and cu_seq_lens": (
         NotImplementedError,
