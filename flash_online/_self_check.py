@@ -239,7 +239,8 @@ def compare_models(
     most `allowed`."""
     say(f"{host.__name__} {host.__version__}, {setting}, float32")
     say(f"Errors relative to the largest element, {allowed:g} allowed; the largest mask in elements.\n")
-    say(f"{'model':12} {'where':5} {'error of output':16} {'error of gradient':18} largest mask")
+    widest = max([12, *map(len, models)])
+    say(f"{'model':{widest}} {'where':5} {'error of output':16} {'error of gradient':18} largest mask")
     right, logging = True, host.utils.logging
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -252,7 +253,7 @@ def compare_models(
                     line = f"{output:<16.1e} {gradient:<18.1e} {mask:<13} {note}{'' if good else ' WRONG'}".rstrip()
                 except Exception as problem:  # report a failing model and go on
                     line, good = f"FAILED: {type(problem).__name__}: {problem}", False
-                say(f"{name:12} {device:5} {line}")
+                say(f"{name:{widest}} {device:5} {line}")
                 right = right and good
     finally:
         logging.set_verbosity(verbosity)

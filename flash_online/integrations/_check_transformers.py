@@ -36,6 +36,7 @@ class Model:
     model: str
     words: dict[str, Any] = field(default_factory=dict)
     kind: str = "decoder"  # decoder: left padding, generates; encoder: right padding; t5, whisper: encoder and decoder
+    token_types: Callable[[Tensor], Tensor] | None = None  # from positions, for models in which images see themselves
 
     def build(self, **others: Any) -> torch.nn.Module:
         """The model with random weights, in eval mode. Large weights give scores of several units, so that a missing softcap or
@@ -77,6 +78,8 @@ class Model:
             found |= {"attention_mask": right, "decoder_attention_mask": right}
         else:
             found = {"input_ids": tokens(), "attention_mask": real.long() if self.kind == "decoder" else right}
+        if self.token_types is not None:
+            found["token_type_ids"] = self.token_types(torch.arange(length)).long().expand(batch, -1).contiguous()
         return {name: tensor.to(device) for name, tensor in found.items() if padded or not name.endswith("mask")}
 
 
@@ -96,6 +99,13 @@ _GEMMA4 = _GEMMA | {"layer_types": ["sliding_attention", "sliding_attention", "f
 _GEMMA4 |= {"vocab_size_per_layer_input": _VOCABULARY, "hidden_size_per_layer_input": 8}
 _LLAMA4 = _DECODER | _EXPERTS | {"head_dim": 8, "intermediate_size_mlp": 64, "attention_chunk_size": 16}
 _LLAMA4 |= {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "num_hidden_layers": 3}
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
+_VISION |= {"patch_size": 4}
+_GEMMA3 = _GEMMA | {"layer_types": _LAYER_TYPES}
+_GEMMA3_IMAGES = {"text_config": _GEMMA3 | {"model_type": "gemma3_text"}, "vision_config": _VISION, "mm_tokens_per_image": 4}
+_GEMMA3_IMAGES |= {"image_token_index": 96, "boi_token_index": 94, "eoi_token_index": 95}
+_PALIGEMMA = {"text_config": _DECODER | {"head_dim": 16, "model_type": "gemma"}, "image_token_index": 96}
+_PALIGEMMA |= {"vision_config": _VISION | {"model_type": "siglip_vision_model"}, "projection_dim": _HIDDEN}
 _GPT_OSS = _DECODER | _EXPERTS | {"head_dim": 8, "sliding_window": 12, "layer_types": _LAYER_TYPES}
 _GPT2 = {"vocab_size": _VOCABULARY, "n_embd": _HIDDEN, "n_layer": _LAYERS, "n_head": _HEADS, "n_positions": 128}
 _MODERN = _ENCODER | {"local_attention": 16, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
@@ -106,7 +116,21 @@ MODELS = (
     Model("GPT-2", "GPT2Config", "GPT2LMHeadModel", _GPT2),
     Model("Mistral", "MistralConfig", "MistralForCausalLM", _DECODER | {"sliding_window": 12}),
     Model("Gemma 2", "Gemma2Config", "Gemma2ForCausalLM", _GEMMA2),
-    Model("Gemma 3", "Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA | {"layer_types": _LAYER_TYPES}),
+    Model("Gemma 3", "Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA3),
+    Model(
+        "Gemma 3, images",
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        _GEMMA3_IMAGES,
+        token_types=lambda position: position // 9 % 2,
+    ),
+    Model(
+        "PaliGemma",
+        "PaliGemmaConfig",
+        "PaliGemmaForConditionalGeneration",
+        _PALIGEMMA,
+        token_types=lambda position: position >= 25,  # 0: the image and the prompt, which are one block
+    ),
     Model("Gemma 4", "Gemma4TextConfig", "Gemma4ForCausalLM", _GEMMA4),
     Model("gpt-oss", "GptOssConfig", "GptOssForCausalLM", _GPT_OSS),
     Model("DeepSeek-V3", "DeepseekV3Config", "DeepseekV3ForCausalLM", _DECODER | _MLA),
