@@ -106,14 +106,18 @@ class VisibleKeys:
     def to(self, *arguments: Any, **options: Any) -> VisibleKeys:
         """Tensor.to for another device; the dtype does not change."""
         tensors = (self.padding, self.starts, self.query_spans)
-        parts = [None if t is None else t.to(*arguments, **options).to(t.dtype) for t in tensors]
-        if all(part is tensor for part, tensor in zip(parts, tensors, strict=True)):
+        held = next((tensor for tensor in tensors if tensor is not None), None)
+        if held is None:
             return self
+        device = held.new_empty(0).to(*arguments, **options).device  # a dtype among the arguments would round the spans
+        if device == held.device:
+            return self
+        padding, starts, spans = (None if tensor is None else tensor.to(device) for tensor in tensors)
         sizes = self.batch, self.queries, self.keys
         rule = self.causal, self.window, self.lower_right, self.used_keys
-        moved = VisibleKeys(sizes, *rule, parts[0], parts[1], self.chunked, parts[2], self.dense)
+        moved = VisibleKeys(sizes, *rule, padding, starts, self.chunked, spans, self.dense)
         if self.packed is not None:
-            moved.packed = self.packed[0].to(*arguments, **options).to(torch.int32), self.packed[1]
+            moved.packed = self.packed[0].to(device), self.packed[1]
         return moved
 
     @staticmethod

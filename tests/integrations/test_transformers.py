@@ -562,8 +562,12 @@ def test_models_that_compute_with_their_masks_are_told():
         visible[..., :3]
     assert visible.shape == (2, 1, 1, 5) and visible.ndim == visible.dim() == 4 and visible.contiguous() is visible
     assert visible.to("cpu") is visible and visible.numel() == 10
-    moved = visible.to("meta")
-    assert moved.padding.device.type == "meta" and moved.causal and visible.padding.device.type == "cpu"
+    assert visible.to(torch.float16) is visible  # float16 would round bounds over 2,048
+    moved = visible.to("meta", torch.float16)
+    assert moved.padding.device.type == "meta" and moved.padding.dtype is torch.bool
+    assert moved.causal and visible.padding.device.type == "cpu"
+    spans = blocks().to("meta", torch.float16).query_spans
+    assert spans.device.type == "meta" and spans.dtype is torch.int32
 
 
 def test_a_model_that_combines_its_mask_is_refused():
