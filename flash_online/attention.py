@@ -24,7 +24,7 @@ from ._autograd import (
 from ._canonicalize import canonicalize, cast_and_check, check_attention, expand_slopes, window_bounds
 from ._checks import none_as_zero, unexpected_keyword, without_others
 from ._ops import accumulator_of, below_autograd, ops, surfaced
-from ._plain import NUMBERS, are_plain, is_grad_enabled
+from ._plain import NUMBERS, are_plain, are_plain_numbers, is_grad_enabled
 from ._span_arguments import canonical_spans
 
 if TYPE_CHECKING:
@@ -137,10 +137,12 @@ def attention(
     if others:
         raise unexpected_keyword("attention", next(iter(others)))
     softcap = none_as_zero(softcap)
-    plain = window is alibi_slopes is sinks is deterministic is query_spans is key_spans is None and alignment == "upper_left"
+    plain = window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left"
     plain = plain and type(softcap) in NUMBERS and type(dropout_p) in NUMBERS and type(causal) is bool
     if plain and not (softcap or dropout_p or return_lse):
-        if mask is None:
+        if query_spans is not None or key_spans is not None:
+            out = try_fast_spans(query, key, value, query_spans, key_spans, causal, scale) if mask is None else None
+        elif mask is None:
             out = try_fast_path(query, key, value, causal, scale, True)
         else:
             out = try_fast_masked(query, key, value, mask, causal, scale, True)
@@ -179,6 +181,7 @@ def attention(
 # |---------------------|----------------------------|-----------------------|----------------------------------------|
 # | _run_inference      | plain (try_fast_path)      | causal, scale         | none                                   |
 # | ..._with_options    | plain (try_fast_masked)    | mask, causal, scale   | none                                   |
+# | _run_forward        | plain (try_fast_spans)     | spans, causal, scale  | none                                   |
 # | _lean_attention     | plain (try_fast_path)      | causal, scale         | autograd, outside torch.func           |
 # | attention_inference | canonicalized              | causal, scale         | none, or the dispatcher's              |
 # | ..._with_options    | canonicalized              | all but dropout       | none, or the dispatcher's              |
@@ -247,6 +250,43 @@ def try_fast_masked(
         raise surfaced(error, query) from None
 
 
+def try_fast_spans(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_spans: Tensor | None,
+    key_spans: Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> Tensor | None:
+    """`try_fast_path` with spans int32 of four dimensions, neighbouring bounds, and sizes of 1 where they broadcast."""
+    if not are_plain("scaled_dot_product_attention", query, (key, value)):
+        return None
+    shape, key_shape, value_shape = query.shape, key.shape, value.shape
+    if len(shape) != 4 or 0 in shape or 0 in key_shape or not _shapes_fit(shape, key_shape, value_shape, True):
+        return None
+    for spans, length in ((query_spans, shape[2]), (key_spans, key_shape[2])):
+        if spans is None:
+            continue
+        if not are_plain_numbers(spans, query, 4):
+            return None
+        batch, heads, rows, bounds = spans.shape
+        if rows != length or bounds not in (2, 4) or batch not in (1, shape[0]) or heads not in (1, shape[1]):
+            return None
+    if scale is None:
+        scale = default_scale(shape[-1])
+    elif type(scale) is not float:
+        return None
+    tensors = (query, key, value, None, None, None, None)
+    try:
+        if is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+            return _attention(*tensors, query_spans, key_spans, plain_options(causal, scale, tf32_for(query)))[0]
+        options = (-1, 0 if causal else -1, False, scale, 0.0, 0.0, tf32_for(query), None)
+        return _run_forward(*tensors, *options, query_spans, key_spans)[0]
+    except RuntimeError as error:
+        raise surfaced(error, query) from None
+
+
 def _shapes_fit(shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, groups: bool) -> bool:
     """Returns whether query, key and value of these shapes need no broadcasting, and their heads fit."""
     if not 4 <= len(shape) == len(key_shape) == len(value_shape):
@@ -275,6 +315,7 @@ def _train(query, key, value, options):
 
 _is_deterministic = torch.are_deterministic_algorithms_enabled
 _run_inference, _run_training = below_autograd(ops.attention_inference), below_autograd(ops.attention_training)
+_run_forward = below_autograd(ops.attention_forward)
 _run_inference_with_options = below_autograd(ops.attention_inference_with_options)
 _run_training_backward = below_autograd(ops.attention_training_backward)
 

@@ -32,6 +32,10 @@ PATHS = {
         lambda x: attention_module.try_fast_masked(x, x, x, torch.ones(2, 1, 1, 3, dtype=torch.bool), False, None, False),
         (2, 4, 3, 8),
     ),
+    "attention with spans": (
+        lambda x: attention_module.try_fast_spans(x, x, x, torch.zeros(1, 1, 3, 2, dtype=torch.int32), None, False, None),
+        (2, 4, 3, 8),
+    ),
     "softmax": (lambda x: try_fast_softmax("softmax", x, -1, False), (3, 4)),
     "cross_entropy": (lambda x: try_fast_cross_entropy(x, TARGET, None, -100, "mean", 0.0), (3, 4)),
 }
@@ -55,7 +59,8 @@ def test_tensors_that_are_not_plain(path, kind):
     function, shape = PATHS[path]
     x = torch.randn(shape)
     assert function(x) is not None and function(NOT_PLAIN[kind](x)) is None
-    assert are_plain(path, x, (x, x)) and not are_plain(path, x, (x, NOT_PLAIN[kind](x)))
+    name = path.partition(" ")[0]
+    assert are_plain(name, x, (x, x)) and not are_plain(name, x, (x, NOT_PLAIN[kind](x)))
 
 
 @pytest.mark.parametrize("mode", ["torch.func", "torch.jit.trace", "autocast", "forward mode", "TorchFunctionMode"])
@@ -191,6 +196,64 @@ def test_other_attention_under_a_mask(call):
         assert attention_module.try_fast_masked(leaf, Q, Q, mask, False, None, True) is not None
 
 
+SPANS = {
+    "queries": {"query_spans": torch.randint(0, 6, (2, 4, 3, 4), dtype=torch.int32)},
+    "keys": {"key_spans": torch.randint(0, 4, (1, 1, 5, 2), dtype=torch.int32).sort(-1).values},
+    "both": {
+        "query_spans": torch.tensor([0, 5], dtype=torch.int32).expand(2, 1, 3, 2),
+        "key_spans": torch.tensor([0, 2, 2, 3], dtype=torch.int32).expand(1, 4, 5, 4),
+    },
+}
+OTHER_SPANS = {
+    "rank 3": torch.zeros(1, 3, 2, dtype=torch.int32),
+    "int64": torch.zeros(1, 1, 3, 2, dtype=torch.int64),
+    "another length": torch.zeros(1, 1, 4, 2, dtype=torch.int32),
+    "three bounds": torch.zeros(1, 1, 3, 3, dtype=torch.int32),
+    "heads of keys": torch.zeros(1, 2, 3, 2, dtype=torch.int32),
+    "a larger batch": torch.zeros(4, 1, 3, 2, dtype=torch.int32),
+    "bounds apart in memory": torch.zeros(1, 1, 2, 3, dtype=torch.int32).mT,
+    "a subclass": Parameter(torch.zeros(1, 1, 3, 2, dtype=torch.int32), requires_grad=False),
+    "meta": torch.zeros(1, 1, 3, 2, dtype=torch.int32, device="meta"),
+    "a list": [[[[0, 1]] * 3]],
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("given", SPANS.values(), ids=SPANS)
+def test_attention_with_spans(given, causal):
+    """The results and gradients have the bits of the long way, which a call with an lse takes."""
+    key, value = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6)
+    spans = given.get("query_spans"), given.get("key_spans")
+    with torch.no_grad():
+        assert attention_module.try_fast_spans(Q, key, value, *spans, causal, 0.3) is not None
+    results = []
+    for lse in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (Q, key, value)]
+        out = flash_online.attention(*leaves, **given, causal=causal, scale=0.3, return_lse=lse)
+        out = out[0] if lse else out
+        with torch.no_grad():
+            assert torch.equal(flash_online.attention(*leaves, **given, causal=causal, scale=0.3), out)
+        out.square().sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("spans", OTHER_SPANS.values(), ids=OTHER_SPANS)
+def test_attention_with_other_spans(spans):
+    key = torch.randn(2, 4, 5, 8)
+    assert attention_module.try_fast_spans(Q, key, key, spans, None, False, None) is None
+    long = torch.zeros(1, 1, 5, 2, dtype=torch.int32)
+    assert attention_module.try_fast_spans(Q, key, key, spans, long, False, None) is None
+
+
+@pytest.mark.parametrize(
+    "call", [*OTHER_ATTENTION.values(), (Q, Q[:, :, :0], Q[:, :, :0]), (Q[:, :, :0], Q, Q), (Q[None],) * 3]
+)
+def test_other_attention_with_spans(call):
+    spans = torch.zeros(1, 1, call[0].shape[-2], 2, dtype=torch.int32)
+    assert attention_module.try_fast_spans(*call, spans, None, False, None) is None
+
+
 ATTENTIONS = (F.scaled_dot_product_attention, flash_online.attention)
 
 
@@ -218,6 +281,19 @@ def test_attention_raises_an_error_of_the_operator_once(operator, function, erro
         monkeypatch.setattr(attention_module, operator, fail)
     with pytest.raises(type(error), match=str(error)):
         function(query, query, query, **{name: mask}) if out is None else out.sum().backward()
+    assert len(calls) == 1
+
+
+def test_attention_with_spans_raises_an_error_of_the_operator_once(monkeypatch):
+    calls = []
+
+    def fail(*args):
+        calls.append(args)
+        raise RuntimeError("a launch failed")
+
+    monkeypatch.setattr(attention_module, "_run_forward", fail)
+    with pytest.raises(RuntimeError, match="a launch failed"):
+        flash_online.attention(Q, Q, Q, query_spans=torch.zeros(1, 1, 3, 2, dtype=torch.int32))
     assert len(calls) == 1
 
 
