@@ -154,24 +154,14 @@ def attention(
         query_spans=query_spans, key_spans=key_spans,
     )  # fmt: skip
     query, key, value, mask, restore = canonicalize(*cast_and_check("attention", query, key, value, mask, dropout_p))
+    heads = query.shape[:-2]
     out, lse = attention_impl(
-        query,
-        key,
-        value,
-        mask,
-        alibi_slopes=None if alibi_slopes is None else expand_slopes(alibi_slopes, query.shape[:-2]),
-        sinks=sinks,
-        causal=causal,
-        window=window or (None, None),
-        lower_right=alignment == "lower_right",
-        scale=scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        query_spans=canonical_spans("query_spans", query_spans, query, query.shape[:-2], query.shape[-2]),
-        key_spans=canonical_spans("key_spans", key_spans, query, query.shape[:-2], key.shape[-2]),
-    )
+        query, key, value, mask, alibi_slopes=None if alibi_slopes is None else expand_slopes(alibi_slopes, heads), sinks=sinks,
+        causal=causal, window=window or (None, None), lower_right=alignment == "lower_right", scale=scale, softcap=softcap,
+        dropout_p=dropout_p, deterministic=deterministic, return_lse=return_lse,
+        query_spans=canonical_spans("query_spans", query_spans, query, heads, query.shape[-2]),
+        key_spans=canonical_spans("key_spans", key_spans, query, heads, key.shape[-2]),
+    )  # fmt: skip
     return (restore(out), restore(lse)) if return_lse else restore(out)
 
 
