@@ -267,11 +267,10 @@ def try_fast_spans(
         scale = default_scale(shape[-1])
     elif type(scale) is not float:
         return None
-    tensors = (query, key, value, None, None, None, None)
+    tensors, options = (query, key, value, None, None, None, None), plain_options(causal, scale, tf32_for(query))
     try:
         if is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            return _attention(*tensors, query_spans, key_spans, plain_options(causal, scale, tf32_for(query)))[0]
-        options = (-1, 0 if causal else -1, False, scale, 0.0, 0.0, tf32_for(query), None)
+            return _attention(*tensors, query_spans, key_spans, options)[0]
         return _run_forward(*tensors, *options, query_spans, key_spans)[0]
     except RuntimeError as error:
         raise surfaced(error, query) from None
