@@ -29,7 +29,6 @@ class VisibleKeys:
         starts: bool `[B, L]`, True where a document or chunk begins (queries see only their own), or None.
         chunked: `starts` has chunk starts too, not only documents.
         query_spans: int32 `[B or 1, 1, L, 2]`, an argument of `attention` that holds all but the padding, or None.
-        dense: makes the bool mask `[B, 1, L, S]` by the host's own function.
         is_plain: a causal rule and padding are all there is.
     """
 
@@ -44,11 +43,10 @@ class VisibleKeys:
         starts: Tensor | None,
         chunked: bool,
         query_spans: Tensor | None,
-        dense: Callable[[], Tensor],
     ) -> None:
         self.batch, self.queries, self.keys = sizes
         self.causal, self.window, self.lower_right, self.used_keys = causal, window, lower_right, used_keys
-        self.padding, self.starts, self.chunked, self.query_spans, self.dense = padding, starts, chunked, query_spans, dense
+        self.padding, self.starts, self.chunked, self.query_spans = padding, starts, chunked, query_spans
         self.packed: tuple[Tensor, int] | None = None
         self.is_plain = window is used_keys is starts is query_spans is None
 
@@ -115,7 +113,7 @@ class VisibleKeys:
         padding, starts, spans = (None if tensor is None else tensor.to(device) for tensor in tensors)
         sizes = self.batch, self.queries, self.keys
         rule = self.causal, self.window, self.lower_right, self.used_keys
-        moved = VisibleKeys(sizes, *rule, padding, starts, self.chunked, spans, self.dense)
+        moved = VisibleKeys(sizes, *rule, padding, starts, self.chunked, spans)
         if self.packed is not None:
             moved.packed = self.packed[0].to(device), self.packed[1]
         return moved
@@ -210,9 +208,9 @@ def visible_keys(
             return dense()
         q_offset = int(q_offset)
     tokens = _Tokens(batch_size, q_length, kv_length, q_offset, kv_offset, device)
-    visible = None if rule is None else _by_rule(rule, mask_function, attention_mask, tokens, tracing, dense)
+    visible = None if rule is None else _by_rule(rule, mask_function, attention_mask, tokens, tracing)
     if visible is None and not tracing and q_length > 1:  # one query: its mask is one row, which kernels for few queries read
-        visible = _by_spans(mask_function, attention_mask, tokens, dense)
+        visible = _by_spans(mask_function, attention_mask, tokens)
     return dense() if visible is None else visible
 
 
@@ -233,7 +231,6 @@ def _by_rule(
     attention_mask: Tensor | None,
     tokens: _Tokens,
     tracing: bool,
-    dense: Callable[[], Tensor],
 ) -> VisibleKeys | None:
     """The mask as the causal rule, the window, the padding and the starts of runs; None where these cannot say it."""
     first = tokens.q_offset - tokens.kv_offset  # the first query's position among the keys
@@ -255,15 +252,13 @@ def _by_rule(
             padding = None
     sizes = tokens.batch, tokens.queries, tokens.keys
     placement = lower_right, used_keys, padding, starts, chunked, None
-    visible = VisibleKeys(sizes, rule.causal, rule.window, *placement, dense)
+    visible = VisibleKeys(sizes, rule.causal, rule.window, *placement)
     if starts is not None and not tracing:
         visible.cu_seqlens()  # now: generate() makes masks before a compiled forward pass, which cannot read the lengths
     return visible
 
 
-def _by_spans(
-    mask_function: Callable[..., Tensor], attention_mask: Tensor | None, tokens: _Tokens, dense: Callable[[], Tensor]
-) -> VisibleKeys | None:
+def _by_spans(mask_function: Callable[..., Tensor], attention_mask: Tensor | None, tokens: _Tokens) -> VisibleKeys | None:
     """The mask as one interval of keys per query; None where some query sees no interval."""
     seen = interval(mask_function, torch.arange(tokens.q_offset, tokens.q_offset + tokens.queries, device=tokens.device))
     if seen is None:
@@ -276,7 +271,7 @@ def _by_spans(
         first, past, padding = first.maximum(begin), past.minimum(begin + rows.sum(1, keepdim=True)), None
     spans = _as_spans(first, past, tokens.keys)
     sizes = tokens.batch, tokens.queries, tokens.keys
-    return VisibleKeys(sizes, False, None, False, None, padding, None, False, spans, dense)
+    return VisibleKeys(sizes, False, None, False, None, padding, None, False, spans)
 
 
 def _place(rule: Rule, first: int, queries: int, keys: int) -> tuple[bool, int | None] | None:

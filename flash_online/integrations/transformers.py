@@ -244,11 +244,7 @@ def _without_mask(
             f"sliding_window={sliding_window} and {keys} keys, got None"
         )
     sizes = (query.shape[0], queries, keys)
-    return VisibleKeys(sizes, causal, None, False, None, None, None, False, None, lambda: _all(query, key))
-
-
-def _all(query: Tensor, key: Tensor) -> Tensor:
-    return query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
+    return VisibleKeys(sizes, causal, None, False, None, None, None, False, None)
 
 
 def _check_lengths(visible: VisibleKeys, query: Tensor, key: Tensor) -> None:

@@ -22,6 +22,7 @@ from flash_online.integrations import _check_transformers as checks  # noqa: E40
 from flash_online.integrations import transformers as integration  # noqa: E402
 from flash_online.integrations._check_transformers import MODELS, difference, generated, passes  # noqa: E402
 from flash_online.integrations._transformers_masks import VisibleKeys, visible_keys  # noqa: E402
+from flash_online.spans import to_mask  # noqa: E402
 
 NAME = "online_attention"
 BY_NAME = {model.name: model for model in MODELS}
@@ -538,7 +539,8 @@ def test_what_has_no_rule_is_dense_and_the_hosts():
         config._attn_implementation = NAME
         visible = make(config, tokens, None, None, position_ids=positions)
         assert visible.numel() == 24 and torch.equal(seen_by(visible, 2, 12, 12), expected[:, 0])
-        assert torch.equal(visible.dense(), expected)
+        spans = visible.spans()  # which a position bias takes, in place of packed rows
+        assert torch.equal(to_mask(12, 12, **spans), expected)
     custom = torch.rand(2, 1, 12, 12) > 0.5
     assert masking_utils.create_causal_mask(config, tokens, custom, None) is custom
 
@@ -629,7 +631,7 @@ def test_position_bias_beside_other_masks():
         (visible_keys(2, 12, 12, attention_mask=padding), causal & padding[:, None, None], {}),
         (visible_keys(2, 12, 12, attention_mask=padding), causal & padding[:, None, None], {"softcap": 1.5}),
         (visible_keys(2, 12, 12), causal, {"softcap": 1.5}),
-        (documents, documents.dense(), {}),
+        (documents, to_mask(12, 12, **documents.spans()), {}),
         (padding[:, None, None], padding[:, None, None], {}),
         (torch.where(causal, 0.0, torch.finfo().min)[None, None], causal, {}),
     ]
