@@ -185,7 +185,8 @@ constexpr ForwardSm90Tile forward_sm90_cached(ForwardSm90Tile packed) {
   return packed;
 }
 
-// A tile with spans, from that of packed sequences, whose producer warps have the registers for more scheduling.
+// The tile for spans. It is the tile of packed sequences, which leaves the producer warps more registers, and scheduling by
+// spans needs them.
 constexpr ForwardSm90Tile forward_sm90_spans(ForwardSm90Tile packed) {
   if (packed.head_dim_v > 128) packed.query_stages = packed.row_blocks();  // there is no room for more and the words of bits
   return packed;
