@@ -15,8 +15,8 @@ namespace flash_online::cuda {
 
 // ---- tiles
 
-// The least and largest bounds of one interval over a block of rows. A row with an empty interval leaves least_begin and most_end
-// as they are, and keeps the tile from being clear. A bound beyond what a row sees by its position counts as none.
+// The least and largest bounds of one interval over a block of rows. A row with an empty interval leaves least_begin and
+// most_end as they are, and keeps the tile from being clear. A bound beyond what a row sees by its position counts as none.
 struct alignas(16) SpanBounds {
   int least_begin = INT_MAX, most_begin = INT_MIN, least_end = INT_MAX, most_end = INT_MIN;
 
