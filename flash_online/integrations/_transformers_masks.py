@@ -48,6 +48,7 @@ class VisibleKeys:
         self.causal, self.window, self.lower_right, self.used_keys = causal, window, lower_right, used_keys
         self.padding, self.starts, self.chunked, self.query_spans = padding, starts, chunked, query_spans
         self.packed: tuple[Tensor, int] | None = None
+        self._made_spans: dict[str, Tensor] | None = None
         self.is_plain = window is used_keys is starts is query_spans is None
 
     def cu_seqlens(self) -> tuple[Tensor, int]:
@@ -62,9 +63,16 @@ class VisibleKeys:
 
     def spans(self) -> dict[str, Tensor]:
         """The arguments `query_spans` and `key_spans` of `attention` that hold the whole mask; none of them where the rule and
-        the padding do."""
+        the padding do. Made once for all layers, except in a trace, which would depend on whether they had been made."""
         if self.starts is self.query_spans is None:
             return {}
+        if torch.compiler.is_compiling():
+            return self._make_spans()
+        if self._made_spans is None:
+            self._made_spans = self._make_spans()
+        return self._made_spans
+
+    def _make_spans(self) -> dict[str, Tensor]:
         found = {"query_spans": self._spans_of_runs() if self.query_spans is None else self.query_spans}
         if self.padding is not None:
             seen_by = self.padding[:, :, 0].to(torch.int32) * self.queries  # no query, or all

@@ -540,6 +540,7 @@ def test_what_has_no_rule_is_dense_and_the_hosts():
         visible = make(config, tokens, None, None, position_ids=positions)
         assert visible.numel() == 24 and torch.equal(seen_by(visible, 2, 12, 12), expected[:, 0])
         spans = visible.spans()  # which a position bias takes, in place of packed rows
+        assert visible.spans() is spans, "spans are made once for all layers"
         assert torch.equal(to_mask(12, 12, **spans), expected)
     custom = torch.rand(2, 1, 12, 12) > 0.5
     assert masking_utils.create_causal_mask(config, tokens, custom, None) is custom
