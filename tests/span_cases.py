@@ -20,6 +20,17 @@ def random_spans(g: torch.Generator, leading: Sequence[int], own: int, other: in
     return torch.cat(drawn, -1).clamp(LEAST, MOST).to(torch.int32)
 
 
+def far_spans(g: torch.Generator, leading: Sequence[int], own: int, other: int, intervals: int) -> torch.Tensor:
+    """Spans of many rows of which only some in the middle see anything: whole groups of 2,048 rows before and after are empty,
+    and the last group is not full."""
+    spans = random_spans(g, leading, own, other, intervals)
+    spans[..., 0] = 0
+    spans[..., 1] = torch.randint(0, other + 1, spans.shape[:-1], generator=g)
+    first, last = own * 5 // 9, own * 7 // 9
+    spans[..., :first, :] = spans[..., last:, :] = 0
+    return spans
+
+
 def _interval(g: torch.Generator, shape: Sequence[int], other: int) -> torch.Tensor:
     kind, own = KINDS[int(torch.randint(len(KINDS), (), generator=g))], shape[-1]
     rows = torch.arange(own)

@@ -97,19 +97,19 @@ def draw(length, heads=(2, 2), head_dim=128, dtype=torch.bfloat16, keys=None):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_hidden_tiles_are_not_read(head_dim, dtype):
-    """The product of a hidden key's weight, 0, and NaN would be NaN."""
+    """The product of a hidden key's weight, 0, and NaN would be NaN. Tiles have 64, 96 or 128 keys."""
     query, key, value = draw(1024, head_dim=head_dim, dtype=dtype)
-    key.data[:, :, 256:512], value.data[:, :, 256:512] = float("nan"), float("nan")
-    seen = torch.tensor([0, 256, 512, 1024], dtype=torch.int32, device="cuda").expand(1024, 4)
-    for given in ({"query_spans": seen}, {"key_spans": spans_of_keys(1024, 256, 512)}):
+    key.data[:, :, 384:768], value.data[:, :, 384:768] = float("nan"), float("nan")
+    seen = torch.tensor([0, 384, 768, 1024], dtype=torch.int32, device="cuda").expand(1024, 4)
+    for given in ({"query_spans": seen}, {"key_spans": spans_of_keys(1024, 384, 768)}):
         out, lse = flash_online.attention(query, key, value, **given, return_lse=True)
         assert out.isfinite().all() and lse.isfinite().all()
         grads = torch.autograd.grad(out.sum() + lse.sum(), (query, key, value))
-        keep = [slice(0, 256), slice(512, 1024)]
+        keep = [slice(0, 384), slice(768, 1024)]
         assert grads[0].isfinite().all()
         for grad in grads[1:]:
             assert all(grad[:, :, rows].isfinite().all() for rows in keep)
-            assert not grad[:, :, 256:512].any()
+            assert not grad[:, :, 384:768].any()
 
 
 def spans_of_keys(length, first, last):
@@ -143,6 +143,31 @@ def run(function, tensors, given):
     out, lse = function(*leaves, return_lse=True, **given)
     out.backward(torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype))
     return out.detach(), lse.detach(), *(t.grad for t in leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_far_rows_are_passed_over(head_dim, dtype):
+    """Bounds of groups of 2,048 rows tell them; a bool mask has none."""
+    length = 9000
+    query, key, value = draw(length, (2, 1), head_dim, dtype)
+    ends = torch.tensor([0, 2500, 2501, 6000, length], dtype=torch.int32, device="cuda")
+    middle = torch.zeros(length, 2, dtype=torch.int32, device="cuda")
+    middle[5000:5100, 1] = 3000
+    masks = (
+        spans.documents(cu_seqlens=ends, L=length),
+        spans.sink_window(4, 700, length, "cuda"),
+        {"query_spans": middle},
+        {"key_spans": middle},
+    )
+    for given in masks:
+        given = {name: what for name, what in given.items() if what is not None}
+        causal = {"causal": given["causal"]} if "causal" in given else {}
+        dense = spans.to_mask(length, length, **{name: t for name, t in given.items() if name != "causal"})
+        ours = run(flash_online.attention, (query, key, value), given)
+        theirs = run(flash_online.attention, (query, key, value), {"mask": dense, **causal})
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -25,7 +25,7 @@ from kernels_on_host import (
     tile_of,
     view,
 )
-from span_cases import random_spans
+from span_cases import far_spans, random_spans
 
 from flash_online import reference, testing
 
@@ -351,6 +351,16 @@ def test_options(kernels, head_dim, dtype, room, deterministic, kind):
         return
     assert made.kind in (ALL_OPTIONS, SMALL_TILE)
     check(made, one, units=None if dtype == torch.bfloat16 else 16)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["sums", "deterministic"])
+@pytest.mark.parametrize("side", ["query_spans", "key_spans"])
+def test_far_rows(kernels, side, deterministic):
+    """Groups of 32 tiles before and after those that are seen are passed over, in dQ too."""
+    lengths = (4600, 70) if side == "query_spans" else (70, 4600)
+    spans = {side: far_spans(torch.Generator().manual_seed(1), (2,), 4600, 70, 2)}
+    one = backward_pass(draw(lengths, 64), **spans)
+    check(run(kernels(64), one, deterministic=deterministic, **spans), one)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

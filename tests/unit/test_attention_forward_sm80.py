@@ -27,7 +27,7 @@ from kernels_on_host import (
     tile_of,
     view,
 )
-from span_cases import random_spans
+from span_cases import far_spans, random_spans
 
 from flash_online import reference, testing
 
@@ -180,6 +180,15 @@ def test_options(kernels, head_dim, kind, room):
     if kind.startswith("float"):
         options["mask"] = options["mask"].double()
     check(got, inputs, causal=True, **options)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("intervals", [1, 2])
+def test_far_keys(kernels, heads, intervals):
+    """Groups of 32 tiles of keys before and after those that are seen are passed over."""
+    inputs = draw((70, 4600), 64, size=2)
+    spans = far_spans(torch.Generator().manual_seed(heads), (heads,), 4600, 70, intervals)
+    check(run(kernels(64), *inputs, key_spans=spans.expand(2, -1, -1)), inputs, key_spans=spans)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -273,6 +273,8 @@ def test_tiles_in_sections(blocks, sequences, heads, section, last, run):
         for plane in range(first, first + section if first < last * section else planes)
     ]
     assert [index for _, index, _, _ in found] == expected
+    firsts = [plane * blocks for plane in range(planes)]
+    assert [index for _, _, index, _ in found] == firsts + [index for index in expected if index % blocks]
 
 
 # --- tiles cut into parts ---------------------------------------------------------------------------------------------------
@@ -361,6 +363,34 @@ def test_visible_blocks(along_keys, size, across, broadcast, shares, run):
 LEAST, MOST = -(2**31), 2**31 - 1
 
 
+@pytest.mark.parametrize("size", [64, 96, 128])
+@pytest.mark.parametrize("intervals", [1, 2])
+def test_blocks_between_groups_of_bounds(intervals, size, run):
+    """Far blocks are passed over by the bounds of whole groups of rows, and none that may be visible is."""
+    random = np.random.default_rng(size + intervals)
+    group_rows = 2048
+    for _ in range(60):
+        rows = int(random.integers(1, 80 * group_rows))
+        groups, blocks = ceil_div(rows, group_rows), ceil_div(rows, size)
+        begins = np.sort(random.integers(0, 1000, (groups, intervals, 2)), -1)
+        bounds = np.stack([begins[..., 0], begins[..., 1], begins[..., 0], begins[..., 1]], -1).astype(np.int32)
+        bounds[random.random(groups) < random.random()] = [MOST, MOST, LEAST, LEAST]  # empty intervals
+        first, last = (int(x) for x in np.sort(random.choice(1001, 2, replace=False)))
+        begin, end = (int(x) for x in np.sort(random.choice(blocks + 1, 2, replace=False))) if blocks else (0, 1)
+        ((found_begin, found_end, _, _),) = run(
+            "narrowed_blocks", bounds, groups, intervals, size, first, last, begin, end, rows=1
+        )
+        reaching = [
+            g for g in range(begin * size // group_rows, (end * size - 1) // group_rows + 1)
+            if g < groups and any(not (b[3] <= first or b[0] >= last) for b in bounds[g])
+        ]  # fmt: skip
+        if not reaching:
+            assert found_begin == found_end
+            continue
+        assert found_begin == max(begin, reaching[0] * group_rows // size)
+        assert found_end == min(end, ceil_div((reaching[-1] + 1) * group_rows, size))
+
+
 @pytest.mark.parametrize("query_intervals, key_intervals", [(1, 0), (2, 0), (0, 1), (0, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("transposed", [0, 1])
 def test_words_of_spans(transposed, query_intervals, key_intervals, run):
@@ -395,7 +425,7 @@ def test_words_of_spans(transposed, query_intervals, key_intervals, run):
 def place_of_bit(transposed, group, lane, bit):
     """(query, key) within the tile, as MaskBits and TransposedMaskBits say."""
     if not transposed:
-        return 32 * group + lane // 4 + bit // 2 % 2 * 8, bit // 4 * 8 + lane % 4 * 2 + bit % 2
+        return 16 * group + lane // 4 + bit // 2 % 2 * 8, bit // 4 * 8 + lane % 4 * 2 + bit % 2
     place = 15 - bit % 16
     return place % 8 * 8 + lane % 4 * 2 + bit // 16, 16 * group + (1 - place // 8) * 8 + lane // 4
 

@@ -10,6 +10,7 @@ struct int4 {
 
 #include "core/batches.h"
 #include "cuda/attention/common/tile_list.cuh"
+#include "cuda/attention/masks/span_bits.cuh"
 #include "cuda/attention/masks/visible_blocks.cuh"
 #include "cuda/attention/sm90/forward/tile_scheduler.cuh"
 #include "cuda/attention/sm90/forward/varlen_tile_scheduler.cuh"
@@ -169,13 +170,15 @@ int64_t listed_tiles(int64_t batch, int64_t heads, int64_t rows_per_sequence, co
   });
 }
 
-// Rows of (launched, index of the tile, 0, 0).
+// Rows of (launched, index of the tile, its index if first tiles go first, 0).
 int64_t tiles_in_sections(int64_t blocks, int64_t sequences, int64_t heads, int section, int last_section, int64_t* out,
                           int64_t capacity) {
   return guarded([&] {
     const TileList list{blocks, sequences, heads, {section, last_section}};
     Rows4 rows(out, capacity);
-    for (int64_t n = 0; n < list.count(); ++n) rows.add(n, tile_index_in_sections(list, static_cast<unsigned>(n)), 0, 0);
+    for (int64_t n = 0; n < list.count(); ++n)
+      rows.add(n, tile_index_in_sections(list, static_cast<unsigned>(n)),
+               tile_index_after_first_tiles(list, static_cast<unsigned>(n)), 0);
     return rows.count;
   });
 }
@@ -222,8 +225,7 @@ int64_t claimed_tiles(int batch, int heads, int row_tiles, int even_row_tiles, i
 }
 
 // The words of bits that the Hopper kernels make of spans, of one head's rows of 2 * intervals bounds; intervals 0: none. Rows
-// of (group, lane, word, 0): forward, groups of 16 queries, 32 apart, and 64 keys; transposed, of 64 queries and groups of 16
-// keys.
+// of (group, lane, word, 0): forward, groups of 16 queries and 64 keys; transposed, of 64 queries and groups of 16 keys.
 int64_t span_words(const int32_t* query_spans, int query_intervals, int queries, const int32_t* key_spans, int key_intervals,
                    int keys, int query, int key, int transposed, int64_t* out, int64_t capacity) {
   return guarded([&] {
@@ -237,11 +239,42 @@ int64_t span_words(const int32_t* query_spans, int query_intervals, int queries,
     device_on_host::Cta warp;
     warp.run(0, [&](int lane) {
       transposed ? transposed_bits_of_spans(words[lane], spans, query, queries, key, keys, lane)
-                 : mask_bits_of_spans<32>(words[lane], spans, query, queries, key, keys, lane);
+                 : mask_bits_of_spans(words[lane], spans, query, queries, key, keys, lane);
     });
     Rows4 rows(out, capacity);
     for (int group = 0; group < kGroups; ++group)
       for (int lane = 0; lane < kLanes; ++lane) rows.add(group, lane, words[lane][group], 0);
+    return rows.count;
+  });
+}
+
+// One row (begin, end, 0, 0): the range [begin, end) of blocks of `size` rows without the far ones. bounds: of the groups of
+// rows of a dense sequence, [groups][intervals].
+int64_t narrowed_blocks(const int32_t* bounds, int64_t groups, int intervals, int size, int first, int last, int begin, int end,
+                        int64_t* out, int64_t capacity) {
+  return guarded([&] {
+    std::vector<SpanBounds> group_data;
+    for (int64_t n = 0; n < groups * intervals; ++n, bounds += 4)
+      group_data.push_back({bounds[0], bounds[1], bounds[2], bounds[3]});
+    SpanTable table;
+    table.list = {groups * SpanTable::kGroupTiles, 1, 1};
+    table.intervals = intervals, table.group_data = group_data.data();
+    int begins[kLanes], ends[kLanes];
+    device_on_host::Cta warp;
+    warp.run(0, [&](int lane) {
+      begins[lane] = begin, ends[lane] = end;
+      const auto narrow = [&]<int kSize>(std::integral_constant<int, kSize>) {
+        if (size == kSize) table.narrow<kSize>(0, 0, first, last, begins[lane], ends[lane]);
+      };
+      narrow(std::integral_constant<int, 64>{});
+      narrow(std::integral_constant<int, 96>{});
+      narrow(std::integral_constant<int, 128>{});
+    });
+    for (int lane = 1; lane < kLanes; ++lane)
+      if (begins[lane] != begins[0] || ends[lane] != ends[0])
+        throw std::runtime_error("the lanes of a warp got different ranges");
+    Rows4 rows(out, capacity);
+    rows.add(begins[0], ends[0], 0, 0);
     return rows.count;
   });
 }

@@ -84,6 +84,19 @@ FLASH_ONLINE_HD int64_t tile_index_in_sections(const TileList& list, unsigned la
   return (first_head + within_section % section_heads) * tiles + within_section / section_heads;
 }
 
+// The same where the first tile of each head is taken before all others: attention sinks and global tokens are there, and many
+// more rows may see them than see other tiles.
+FLASH_ONLINE_HD int64_t tile_index_after_first_tiles(const TileList& list, unsigned taken) {
+  const unsigned tiles = static_cast<unsigned>(list.blocks), planes = static_cast<unsigned>(list.heads * list.sequences);
+  if (taken < planes) return int64_t{taken} * tiles;
+  TileList others = list;
+  others.blocks = tiles - 1;
+  taken -= planes;
+  const unsigned index = list.sections.in_list_order ? taken : static_cast<unsigned>(tile_index_in_sections(others, taken)),
+                 plane = index / (tiles - 1);
+  return int64_t{plane} * tiles + index % (tiles - 1) + 1;
+}
+
 // The coordinates of the tile that a list has at `index` in its order. `reversed` numbers a head's tiles from the last to the
 // first, so that the longest ones start first where later rows have more to do.
 __device__ __forceinline__ TileCoord tile_coord(const AttentionProblem& problem, const TileList& list, int64_t index,

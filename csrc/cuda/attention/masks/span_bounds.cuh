@@ -1,6 +1,6 @@
 // Spans as kernels read them. Before scores are computed, one small kernel writes the least and largest bounds of every 64
 // rows: by them a tile of scores is hidden, clear or mixed, whatever its size and without reading its rows. In mixed tiles the
-// bounds of each row decide.
+// bounds of each row decide (span_bits.cuh).
 #pragma once
 
 #include <climits>
@@ -33,13 +33,19 @@ struct alignas(16) SpanBounds {
 };
 
 // The bounds of query_spans or key_spans. A list of tiles of kMaskMapTile rows, with one head, or one sequence, where all share
-// their spans.
+// their spans. For dense sequences there are also the bounds of groups of kGroupTiles tiles: far rows are passed over by them.
 struct SpanTable {
+  static constexpr int kGroupTiles = kWarpSize, kGroupRows = kGroupTiles * kMaskMapTile;
   TileList list = {0, 0, 0};
+  bool packed = false;
   int intervals = 0;  // 0: there are no spans
   SpanBounds* data = nullptr;  // [list.count()][intervals]
+  SpanBounds* group_data = nullptr;  // [groups()][intervals], unless packed
 
+  FLASH_ONLINE_HD int64_t groups_per_head() const { return ceil_div(list.blocks, int64_t{kGroupTiles}); }
+  FLASH_ONLINE_HD int64_t groups() const { return groups_per_head() * list.heads * list.sequences; }
   int64_t count() const { return list.count() * intervals; }
+  int64_t group_count() const { return packed ? 0 : groups() * intervals; }
   // Those of a head's rows, from the sequence's first row on; null without spans. `starts`: packed, of the sequences in `total`
   // rows.
   __device__ __forceinline__ const SpanBounds* of(const int32_t* starts, int64_t total, int64_t sequence, int64_t head) const {
@@ -49,12 +55,43 @@ struct SpanTable {
                                  : ((list.sequences == 1 ? 0 : sequence) * list.heads + own_head) * list.blocks;
     return data + first * intervals;
   }
+  // Narrows the range [begin, end) of blocks of kSize rows to those between the first and the last group with an interval that
+  // reaches any of the places [first, last). A whole warp calls it, and all lanes get the same range.
+  template <int kSize>
+  __device__ __forceinline__ void narrow(int64_t sequence, int64_t head, int first, int last, int& begin, int& end) const {
+    if (intervals == 0 || packed || begin >= end) return;
+    const int64_t plane = (list.sequences == 1 ? 0 : sequence) * list.heads + (list.heads == 1 ? 0 : head);
+    const SpanBounds* const bounds = group_data + plane * groups_per_head() * intervals;
+    const int end_group = (end * kSize - 1) / kGroupRows + 1, groups = static_cast<int>(groups_per_head());
+    int from = INT_MAX, to = -1;
+#pragma unroll 1
+    for (int group = begin * kSize / kGroupRows; group < end_group; group += kWarpSize) {
+      const int own = group + static_cast<int>(threadIdx.x) % kWarpSize;
+      bool reaches = false;
+      if (own < min(end_group, groups))
+        for (int n = 0; n < intervals; ++n) {
+          const int4 x = __ldg(reinterpret_cast<const int4*>(bounds + own * intervals + n));
+          reaches |= !SpanBounds{x.x, x.y, x.z, x.w}.hides(first, last);
+        }
+      const unsigned all = __ballot_sync(~0u, reaches);
+      if (all) from = min(from, group + __ffs(all) - 1), to = group + 31 - __clz(all);
+    }
+    if (to < 0) {
+      end = begin;
+    } else {
+      begin = max(begin, from * kGroupRows / kSize);
+      end = min(end, ((to + 1) * kGroupRows + kSize - 1) / kSize);
+    }
+  }
 };
 
 struct SpanTables {
   SpanTable queries, keys;
   FLASH_ONLINE_HD bool exist() const { return queries.intervals > 0 || keys.intervals > 0; }
-  int64_t bytes() const { return (queries.count() + keys.count()) * static_cast<int64_t>(sizeof(SpanBounds)); }
+  int64_t bytes() const {
+    return (queries.count() + queries.group_count() + keys.count() + keys.group_count()) *
+           static_cast<int64_t>(sizeof(SpanBounds));
+  }
 };
 
 // The tables of a problem, dense or packed, in a workspace of bytes() bytes, or their sizes alone if it is null.
@@ -179,147 +216,5 @@ struct HeadSpans {
     return (!queries || of_query(query).has(key)) && (!keys || of_key(key).has(query));
   }
 };
-
-// ---- words of bits, as MaskBits and TransposedMaskBits have them
-
-// How many of the 64 places from `first` on lie before `place`, which may be any number.
-__device__ __forceinline__ int places_before(int place, int first) {
-  return min(max(place, first), first + kMaskMapTile) - first;
-}
-
-// The bits of the columns before `place`, of a tile of 64 columns from `first` on: bit 4 j + e for the lane's columns 8 j + 2 *
-// (lane % 4) + e.
-__device__ __forceinline__ unsigned lane_columns_before(int place, int first, int lane) {
-  const int column = places_before(place, first), bit = column / 8 * 4 + min(max(column % 8 - lane % 4 * 2, 0), 2);
-  return static_cast<unsigned>((uint64_t{1} << bit) - 1) & 0x33333333u;
-}
-__device__ __forceinline__ unsigned lane_columns_in(const RowSpans& spans, int first, int lane) {
-  const auto between = [&](int n) {
-    return lane_columns_before(spans.end[n], first, lane) & ~lane_columns_before(spans.begin[n], first, lane);
-  };
-  return between(0) | between(1);
-}
-
-// One interval of each of 64 rows of spans, two rows per lane of a warp. The warps that use it have few registers, so that
-// loops are rolled.
-struct LaneSpans {
-  int begin[2], length[2];
-
-  // Of the rows from `first` on; those past `last` are like it. Bounds are clamped to [0, places].
-  __device__ __forceinline__ LaneSpans(const int32_t* rows, int64_t stride, int interval, int first, int last, int places,
-                                       int lane) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int32_t* const at = rows + min(first + lane + n * kWarpSize, last) * stride + 2 * interval;
-      begin[n] = min(max(__ldg(at), 0), places);
-      length[n] = min(max(__ldg(at + 1), begin[n]), places) - begin[n];
-    }
-  }
-
-  // The interval of row 8 j + 2 * (lane % 4) + e, from any lane's.
-  struct Interval {
-    int begin, length;
-    __device__ __forceinline__ unsigned has(int place) const {
-      return static_cast<unsigned>(place - begin) < static_cast<unsigned>(length);
-    }
-  };
-  __device__ __forceinline__ Interval of(int j, int e, int lane) const {
-    const int from = 8 * j % kWarpSize + lane % 4 * 2 + e;
-    const bool second = j >= kWarpSize / 8;
-    return {__shfl_sync(~0u, second ? begin[1] : begin[0], from), __shfl_sync(~0u, second ? length[1] : length[0], from)};
-  }
-};
-
-// The words of MaskBits that a lane has of the 16 queries from query + kStep * n on, n < kGroups, and the keys [key, key + 64).
-// Rows past `queries` and `keys` have any bits.
-template <int kStep, int kGroups>
-__device__ __forceinline__ void mask_bits_of_spans(unsigned (&words)[kGroups], const HeadSpans& spans, int query, int queries,
-                                                   int key, int keys, int lane) {
-  const int first_query = query + lane / 4;
-#pragma unroll
-  for (int n = 0; n < kGroups; ++n) {
-    words[n] = ~0u;
-    if (!spans.queries) continue;
-    const int own = first_query + kStep * n;
-    words[n] = lane_columns_in(spans.of_query(min(own, queries - 1)), key, lane) |
-               lane_columns_in(spans.of_query(min(own + 8, queries - 1)), key, lane) << 2;
-  }
-  if (!spans.keys) return;
-  unsigned by_key[kGroups] = {};
-#pragma unroll 1
-  for (int interval = 0; interval < spans.key_intervals; ++interval) {
-    const LaneSpans columns(spans.keys, spans.key_stride, interval, key, keys - 1, queries, lane);
-    unsigned shown[kGroups] = {};
-#pragma unroll 1
-    for (int j = kMaskMapTile / 8 - 1; j >= 0; --j) {
-#pragma unroll
-      for (int n = 0; n < kGroups; ++n) shown[n] <<= 4;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const LaneSpans::Interval column = columns.of(j, e, lane);
-#pragma unroll
-        for (int n = 0; n < kGroups; ++n)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) shown[n] |= column.has(first_query + kStep * n + 8 * half) << (2 * half + e);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kGroups; ++n) by_key[n] |= shown[n];
-  }
-#pragma unroll
-  for (int n = 0; n < kGroups; ++n) words[n] &= by_key[n];
-}
-
-// The words of TransposedMaskBits that a lane has of the queries [query, query + 64) and the 16 keys from key + 16 * n on, n <
-// kGroups.
-template <int kGroups>
-__device__ __forceinline__ void transposed_bits_of_spans(unsigned (&words)[kGroups], const HeadSpans& spans, int query,
-                                                         int queries, int key, int keys, int lane) {
-  const int first_query = query + lane % 4 * 2, first_key = key + lane / 4;
-#pragma unroll
-  for (int n = 0; n < kGroups; ++n) {
-    words[n] = ~0u;
-    if (!spans.keys) continue;
-    words[n] = 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const RowSpans own = spans.of_key(min(first_key + 16 * n + 8 * half, keys - 1));
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        // The upper bits of a byte belong to the first of the lane's queries of this parity.
-        const auto before = [&](int place) {
-          return 0xff & ~(0xff >> min((places_before(place, first_query) - e + 7) >> 3, 8));
-        };
-        const int bits = (before(own.end[0]) & ~before(own.begin[0])) | (before(own.end[1]) & ~before(own.begin[1]));
-        words[n] |= static_cast<unsigned>(bits) << (16 * e + 8 * half);
-      }
-    }
-  }
-  if (!spans.queries) return;
-  unsigned by_query[kGroups] = {};
-#pragma unroll 1
-  for (int interval = 0; interval < spans.query_intervals; ++interval) {
-    const LaneSpans columns(spans.queries, spans.query_stride, interval, query, queries - 1, keys, lane);
-    unsigned shown[kGroups] = {};
-    // Bits move up as TransposedMaskBits::place() has them: the first query's is the highest of its byte.
-#pragma unroll 1
-    for (int j = 0; j < kMaskMapTile / 8; ++j) {
-#pragma unroll
-      for (int n = 0; n < kGroups; ++n) shown[n] <<= 1;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const LaneSpans::Interval column = columns.of(j, e, lane);
-#pragma unroll
-        for (int n = 0; n < kGroups; ++n)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) shown[n] |= column.has(first_key + 16 * n + 8 * half) << (16 * e + 8 * half);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kGroups; ++n) by_query[n] |= shown[n];
-  }
-#pragma unroll
-  for (int n = 0; n < kGroups; ++n) words[n] &= by_query[n];
-}
 
 }  // namespace flash_online::cuda

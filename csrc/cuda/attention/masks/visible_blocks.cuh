@@ -40,17 +40,23 @@ class VisibleBlocks {
         count_(count),
         next_(begin),
         end_(end),
-        known_end_(begin) {}
+        limit_(end),
+        known_end_(begin) {
+    if (!tables) return;
+    const auto& [queries, keys] = tables->spans;
+    (kAlongKeys ? keys : queries).template narrow<kSize>(batch, head, across, last_across, next_, limit_);
+    known_end_ = next_;
+  }
 
   // The number of the next block, or `end` if there is none. `clear`: neither the mask nor spans need be read for it.
   __device__ __forceinline__ int next(bool& clear) {
     clear = false;
-    while (next_ < end_) {
+    while (next_ < limit_) {
       if (!tables_ || !tables_->exist()) return next_++;
       if (next_ >= known_end_) look_ahead();
       const unsigned left = ~hidden_ >> (kWarpSize - (known_end_ - next_));
       next_ = left ? next_ + __ffs(left) - 1 : known_end_;
-      if (next_ < known_end_ && next_ < end_) {
+      if (next_ < known_end_ && next_ < limit_) {
         clear = clear_ >> (kWarpSize - (known_end_ - next_)) & 1;
         return next_++;
       }
@@ -64,7 +70,7 @@ class VisibleBlocks {
     static_assert(kSize <= kMaskMapTile && kMaskMapTile % kSize == 0);
     const int block = next_ + static_cast<int>(threadIdx.x) % kWarpSize;
     bool hidden = false, clear = false;
-    if (block < end_) {
+    if (block < limit_) {
       const auto add = [&](MaskKind kind) { hidden |= kind == MaskKind::kHidden, clear &= kind == MaskKind::kClear; };
       clear = true;
       if (tables_->map.data)
@@ -103,7 +109,7 @@ class VisibleBlocks {
   const TileTables* tables_;
   int64_t batch_, head_;
   int across_, last_across_, count_;
-  int next_, end_, known_end_;
+  int next_, end_, limit_, known_end_;  // limit_: no block from there on is visible
   unsigned hidden_ = 0, clear_ = 0;  // bit n: block known_end_ - 32 + n
 };
 

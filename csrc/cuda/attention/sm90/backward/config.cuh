@@ -61,11 +61,14 @@ struct BackwardSm90Kernel {
   static constexpr bool kAllOptions = kFeatures == BackwardSm90Features::kAllOptions,
                         kHasDropout = kFeatures == BackwardSm90Features::kDropout;
   static constexpr bool kHasMaskMap = kFeatures != BackwardSm90Features::kPlain;  // a mask map may hide whole blocks
-  static constexpr bool kTransposed = kHasMaskMap && !kAllOptions;  // masks come by TransposedMask, and not by MaskTile
   static constexpr bool kCutsTiles = !kHasMaskMap;  // work tiles may come in parts
   // Warps 2 and 3 make a mask's bits of spans.
   static constexpr bool kTakesSpans = kFeatures == BackwardSm90Features::kSpans;
   static constexpr int kSpanWarps = 2;
+  // A warp finds the blocks of queries ahead of the one that loads them.
+  static constexpr bool kHasScheduler = kTakesSpans && kPersistent;
+  // Masks come by TransposedMask, and not by MaskTile, and are applied by a schedule that expects one.
+  static constexpr bool kTransposed = kHasMaskMap && !kAllOptions && !kHasScheduler;
   static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1;
   // Takes the head dims of narrower rows as well.
   static constexpr bool kPadsHeadDim = kAllOptions || (kPipelined && kHasMaskMap);
@@ -100,7 +103,9 @@ struct BackwardSm90Kernel {
   static constexpr int kDqAlignment = kPersistent ? kBoxAlignment : kVectorBytes;
   static_assert(kDqNarrowColumns == 0 || kTile.dq_register_tiles * 8 == kDqNarrowColumns);
   // A persistent kernel needs a work tile's keys to the very end of it, for dQ: the next one's arrive in another buffer.
-  static constexpr int kKeyBuffers = kPersistent ? 2 : 1;
+  // With spans there is no room for it.
+  static constexpr int kKeyBuffers = kPersistent && !kTakesSpans ? 2 : 1;
+  static constexpr int kWorkTiles = kHasScheduler ? 4 : kPersistent ? 2 : 1;  // work tiles that are known at a time
   // In the pipeline, a block's weights lie where its dS is going to.
   static constexpr int kDsBuffers = kSingleWarpgroup ? 1 : 2;
   static constexpr int kQueryBlocks = kDsBuffers == 1 ? 4 : 8;  // a power of two
@@ -108,13 +113,13 @@ struct BackwardSm90Kernel {
   static constexpr bool kLseLowInStaging = kTransposed && kQueries == 128 && !kHasDropout;
   // The tensor cores subtract lse and delta, as one more step of the products. Where scores are [key][query], all of a warp's
   // rows need the same numbers, but each lane has to read them: a clock of shared memory per register and warp.
-  static constexpr bool kSubtractsByProducts = kFeatures == BackwardSm90Features::kPlain;
+  static constexpr bool kSubtractsByProducts = kFeatures == BackwardSm90Features::kPlain || kHasScheduler;
   using RowStats = std::conditional_t<kSubtractsByProducts, StatsOperand, float[kStatsRows * (kLseLowInStaging ? 2 : 3)]>;
 
   static_assert(kDqSideBySide ? kPipelined || kBoxes == 2 : kQueries == 128 && kBoxes == 1);
   static_assert(kQueries % kStatsRows == 0 && (!kAllOptions || kQueries * 2 <= 128));
   static_assert(!kPipelined || (!kAllOptions && kDqSideBySide));
-  static_assert(!kPersistent || (kStagesDq && !kHasMaskMap && !kPipelined));
+  static_assert(!kPersistent || (kStagesDq && (!kHasMaskMap || kTakesSpans) && !kPipelined));
 
   // ---- what a CTA works on
 
@@ -145,7 +150,13 @@ struct BackwardSm90Kernel {
     int mask_flags;  // kVisible and kMixed per warpgroup; in the pipeline kMixed alone, of this CTA
     float slope;  // of ALiBi, in the units of the products
   };
-  using QueryBlock = std::conditional_t<kHasMaskMap, MaskedQueryBlock, PlainQueryBlock>;
+  struct ScheduledQueryBlock : PlainQueryBlock {
+    int mask_flags;  // kMixed << w where spans hide something from warpgroup w
+    int tile;  // the number of its work tile
+  };
+  using QueryBlock = std::conditional_t<kHasScheduler, ScheduledQueryBlock,
+                                        std::conditional_t<kHasMaskMap, MaskedQueryBlock, PlainQueryBlock>>;
+  static constexpr int kNoMoreBlocks = -1, kEmptyStage = -2;  // in place of a block's first query
   // kVisible << w: the mask shows some of warpgroup w's keys to some of the block's queries. kMixed << w: it also hides some or
   // adds something, and must be applied.
   static constexpr int kVisible = 1, kMixed = 4;
@@ -179,14 +190,15 @@ struct BackwardSm90Kernel {
   struct HandOverBarriers {  // a stage's grad_out is released apart; the pipeline's weights
     uint64_t grad_out_empty[kGradOutStages], weights_full[kDsBuffers];
   };
-  static constexpr bool kHasMaskBarriers = kHasMaskMap && !kPipelined;
+  static constexpr bool kHasMaskBarriers = kHasMaskMap && !kPipelined && !kHasScheduler;
   struct MaskBarriers {  // of a mask's boxes; of dropout's bits
     uint64_t full, empty, dropout_full[kStages];
   };
-  // A block is announced to the span warps. The producer may be two blocks ahead of them.
+  // A block is announced to the span warps. The producer may be two blocks ahead of them. A scheduler announces it to the
+  // producer too, and waits until all of these have taken the block kCount before it.
   struct SpanBarriers {
     static constexpr int kCount = 4;
-    uint64_t announced[kCount];
+    uint64_t announced[kCount], taken[kCount];
   };
   struct Shared {
     KeyTile key[kKeyBuffers];
@@ -199,7 +211,7 @@ struct BackwardSm90Kernel {
     // These members are not the last ones: compute-sanitizer takes row_stats for an operand without gaps between its matrices,
     // which would be longer, and would end outside of shared memory.
     alignas(16) RowStats row_stats[kStages][kQueries / kStatsRows];
-    BackwardWorkTile tile[kPersistent ? 2 : 1];
+    BackwardWorkTile tile[kWorkTiles];
     // The current block, the next one, the two before (their dQ is still being added), and the one after the next, which the
     // producer announces before its stage is free. With one buffer of dS, only the last dQ is still being added then.
     QueryBlock query_block[kQueryBlocks];
@@ -232,19 +244,20 @@ struct BackwardSm90Kernel {
   };
   static_assert(!kTransposed || sizeof(BlockBits) == kQueries / kMaskMapTile * (kKeys / kMaskMapTile) * sizeof(unsigned) *
                                                          TransposedMaskBits::kWords);
-  static constexpr int shared_bytes(TransposedMask mask) {  // where kTransposed
+  static constexpr int shared_bytes(TransposedMask mask) {  // where kTransposed or kTakesSpans
     return kMaskOffset + static_cast<int>((mask == TransposedMask::kTma ? 2 * sizeof(MaskBox) : 0) +
                                           (mask == TransposedMask::kBits ? kMaskBitsBuffers * sizeof(BlockBits) : 0) +
                                           (kHasDropout ? kStages * sizeof(BlockBits) : 0));
   }
   static int shared_bytes(const AttentionProblem& problem, TransposedMask mask) {
-    if (kTransposed) return shared_bytes(mask);
+    if (kTransposed || kTakesSpans) return shared_bytes(mask);
     const int rows = !kAllOptions || !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
     return kMaskOffset + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
   }
   // The most shared memory of a row of the tile table.
   static constexpr int kMaxSharedBytes =
       kAllOptions                  ? kMaskOffset + kQueries * mask_pitch(kKeys, sizeof(float))
+      : kHasScheduler              ? shared_bytes(TransposedMask::kBits)
       : !kTransposed               ? kMaskOffset
       : kHasDropout || kKeys == 64 ? shared_bytes(TransposedMask::kBits)
                                    : std::max(shared_bytes(TransposedMask::kBits), shared_bytes(TransposedMask::kTma));
@@ -323,6 +336,7 @@ struct BackwardSm90Kernel {
   // The producer warp, the span warps, the dropout warps, and the warp that waits for the dQ semaphore (producer.cuh).
   class MaskedBlockIterator;
   struct Producer;
+  struct BlockScheduler;
   __device__ static void make_span_bits(const BackwardSm90Arguments& a, Shared& shared, int part);
   __device__ static void generate_dropout(const BackwardSm90Arguments& a, Shared& shared, int quarter);
   __device__ static void order_dq_adds(const BackwardSm90Arguments& a, Shared& shared, const BackwardWorkTile& tile,

@@ -90,7 +90,12 @@ __device__ bool BackwardSm90Kernel<T, Config>::find_work_tile(const BackwardSm90
     // The part stays in shared memory until the tile's blocks are known: the producer warp has few registers.
     if (threadIdx.x == 0) tile.first_block = part.number, tile.blocks = part.count, tile.slot = part.slot;
   }
-  const TileCoord at = tile_coord(problem, a.tile_list, index, true, kClusterKeys, a.kv_grad_partials.reversed);
+  TileList list = a.tile_list;
+  if constexpr (kHasScheduler) {
+    index = static_cast<unsigned>(tile_index_after_first_tiles(list, index));
+    list.sections.in_list_order = true;
+  }
+  const TileCoord at = tile_coord(problem, list, index, true, kClusterKeys, !kHasScheduler && a.kv_grad_partials.reversed);
   int64_t batch = at.sequence;
   int kv_grad_head = at.head;
   if (kTransposed && a.batch_innermost) {
@@ -157,10 +162,11 @@ __device__ bool BackwardSm90Kernel<T, Config>::take_work_tile(const BackwardSm90
     if (threadIdx.x == 0) index = atomicAdd(a.tile_counter, 1u);
     index = __shfl_sync(~0u, index, 0);
     if (index >= static_cast<unsigned>(a.kv_grad_partials.cuts.items())) {
-      if (threadIdx.x == 0) shared.tile[shared.producer_tiles % 2].begin = -1;
+      if (threadIdx.x == 0) shared.tile[shared.producer_tiles % kWorkTiles].begin = -1;
       return false;
     }
-    if (find_work_tile(a, index, shared.tile[threadIdx.x == 0 && kPersistent ? shared.producer_tiles % 2 : 0])) return true;
+    if (find_work_tile(a, index, shared.tile[threadIdx.x == 0 && kPersistent ? shared.producer_tiles % kWorkTiles : 0]))
+      return true;
   }
 }
 
@@ -192,7 +198,10 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
       mbarrier_init(&shared.peer.ds_full[i], 1);
     }
   if constexpr (kTakesSpans)
-    for (uint64_t& barrier : shared.spans.announced) mbarrier_init(&barrier, 1);
+    for (int i = 0; i < SpanBarriers::kCount; ++i) {
+      mbarrier_init(&shared.spans.announced[i], 1);
+      mbarrier_init(&shared.spans.taken[i], 1 + kSpanWarps);
+    }
   if constexpr (kHasMaskBarriers) {
     mbarrier_init(&shared.mask.full, 1);
     mbarrier_init(&shared.mask.empty, kMathWarps);
@@ -203,7 +212,7 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
 }
 
 // Warps 0 to 3 are the producer warpgroup: warp 0 loads, warp 1 waits for the dQ semaphore, the others are the span warps where
-// there are spans. The dropout warps follow, then the math warpgroups.
+// there are spans; with a scheduler that is warp 0, and warp 1 loads. The dropout warps follow, then the math warpgroups.
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& a, Shared& shared) {
   launch_dependents();
@@ -225,7 +234,11 @@ __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& 
   }
   if (warp < 4) {
     reg_dealloc<kTile.producer_registers>();
-    if constexpr (kPersistent) {
+    if constexpr (kHasScheduler) {
+      if (warp == 0) BlockScheduler{a, shared}.run();
+      if (threadIdx.x == kWarpSize) Producer::run_scheduled(a, shared);
+      if (warp >= 2) make_span_bits(a, shared, warp - 2);
+    } else if constexpr (kPersistent) {
       if (warp == 0) Producer::run_persistent(a, shared);
       if (a.dq_semaphore && threadIdx.x == kWarpSize) order_dq_adds_of_all_tiles(a, shared);
     } else {

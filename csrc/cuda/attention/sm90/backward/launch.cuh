@@ -121,7 +121,8 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
   const auto grad_tensor = [&](const MutableView4& view, int64_t width) {
     return sends_grads ? tma_tensor_of<T>(problem, view, true, gradients.kv_grad_heads, width, Kernel::kWarpKeys) : TmaTensor{};
   };
-  const TransposedMask transposed_mask = Kernel::kTransposed ? transposed_mask_of(problem) : TransposedMask::kNone;
+  const TransposedMask transposed_mask =
+      Kernel::kTransposed || Kernel::kTakesSpans ? transposed_mask_of(problem) : TransposedMask::kNone;
   const bool may_use_narrow_tile = Kernel::kMayUseNarrowTile && transposed_mask == TransposedMask::kBits &&
                                    space.tiles.map.size[2] > 1 && space.tiles.map.size[3] > 1;
   // A mask in TMA boxes that the batch shares is read once for the whole batch.

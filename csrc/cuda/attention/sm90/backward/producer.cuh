@@ -8,6 +8,7 @@
 #include "../../../hw/mbarrier.cuh"
 #include "../../../hw/prmt.cuh"
 #include "../../../hw/semaphore.cuh"
+#include "../../masks/span_bits.cuh"
 #include "config.cuh"
 
 namespace flash_online::cuda {
@@ -24,7 +25,9 @@ class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
     if constexpr (kTakesSpans) {
       const TileSpans spans(a.problem, a.space.tiles.spans, tile.batch, head);
       const int key = tile.key - rank() * kKeys;
-      TileSpans::narrow<kQueries>(spans.keys, spans.key_intervals, key, min(key + kClusterKeys, tile.keys), next_, end_);
+      const int last_key = min(key + kClusterKeys, tile.keys);
+      TileSpans::narrow<kQueries>(spans.keys, spans.key_intervals, key, last_key, next_, end_);
+      a.space.tiles.spans.queries.template narrow<kQueries>(tile.batch, head, key, last_key, next_, end_);
     }
     known_end_ = next_;
     const MaskMap& map = a.space.tiles.map;
@@ -191,7 +194,23 @@ struct BackwardSm90Kernel<T, Config>::Producer {
       }
   }
 
-  // Announces and loads a block of queries, the CTA's `count`-th.
+  // Announces a block of queries, the CTA's `count`-th.
+  __device__ __forceinline__ static void announce_block(const BackwardSm90Arguments& a, Shared& shared,
+                                                        const BackwardWorkTile& tile, int count, int head, int number,
+                                                        int mask_flags, int first_row_block, bool last, bool third) {
+    const int query = number * kQueries;
+    QueryBlock& block = shared.query_block[count % kQueryBlocks];
+    block.head = head;
+    block.query = query;
+    block.all_visible = all_visible(tile, query) && !(kHasScheduler && mask_flags);
+    block.dq_offset = (first_row_block + int64_t{number} * (kQueries / kStatsRows)) * (kStatsRows * dq_accum_width(a.space));
+    // Where this CTA's keys are all hidden and the other CTA's are not, the block is not skipped: its bits hide it.
+    if constexpr (kPipelined && kHasMaskMap) mask_flags = (mask_flags >> rank() & (kVisible | kMixed)) == kVisible ? 0 : kMixed;
+    if constexpr (kHasMaskMap) block.mask_flags = mask_flags;
+    if constexpr (kPersistent) block.last = last, block.third = third;
+  }
+
+  // Loads a block of queries, the CTA's `count`-th; without a scheduler it also announces it.
   __device__ static void load_block(const BackwardSm90Arguments& a, Shared& shared, const BackwardWorkTile& tile, int count,
                                     int head, int number, int mask_flags, bool last = false, bool third = false) {
     const int stage = count % 2, query = number * kQueries, row = tile.first_query + query, batch = tile.batch,
@@ -205,24 +224,18 @@ struct BackwardSm90Kernel<T, Config>::Producer {
 #pragma unroll
     for (int n = 0; n < kQueries / kStatsRows; ++n)
       stats_block[n] = first_row_block + min(query / kStatsRows + n, (tile.queries - 1) / kStatsRows);
-    QueryBlock& block = shared.query_block[count % kQueryBlocks];
-    block.head = head;
-    block.query = query;
-    block.all_visible = all_visible(tile, query);
-    block.dq_offset = (first_row_block + int64_t{number} * (kQueries / kStatsRows)) * (kStatsRows * dq_accum_width(a.space));
-    // Where this CTA's keys are all hidden and the other CTA's are not, the block is not skipped: its bits hide it.
-    if constexpr (kPipelined && kHasMaskMap) mask_flags = (mask_flags >> rank() & (kVisible | kMixed)) == kVisible ? 0 : kMixed;
-    if constexpr (kHasMaskMap) block.mask_flags = mask_flags;
-    if constexpr (kPersistent) block.last = last, block.third = third;
+    if constexpr (!kHasScheduler)
+      announce_block(a, shared, tile, count, head, number, mask_flags, first_row_block, last, third);
     unsigned bytes = sizeof(QueryTile) + sizeof(shared.row_stats[stage]);
     if constexpr (kTransposed) {
       if (a.problem.alibi_slopes)
-        block.slope = a.bias_scale *
-                      static_cast<const float*>(
-                          a.problem.alibi_slopes)[tile.batch * a.problem.alibi_stride[0] + head * a.problem.alibi_stride[1]];
+        shared.query_block[count % kQueryBlocks].slope =
+            a.bias_scale *
+            static_cast<const float*>(
+                a.problem.alibi_slopes)[tile.batch * a.problem.alibi_stride[0] + head * a.problem.alibi_stride[1]];
       if (reads_mask_bits(a) && (mask_flags & kEitherMixed)) bytes += sizeof(BlockBits);
     }
-    if constexpr (kTakesSpans) arrive(&shared.spans.announced[count % SpanBarriers::kCount]);
+    if constexpr (kTakesSpans && !kHasScheduler) arrive(&shared.spans.announced[count % SpanBarriers::kCount]);
     wait(&shared.stage_empty[stage], count / 2 % 2 ^ 1);
     arrive_expect_tx(&shared.query_full[stage], bytes);
     load_queries(shared.stage[stage].query, a.query, query_at, &shared.query_full[stage]);
@@ -307,59 +320,161 @@ struct BackwardSm90Kernel<T, Config>::Producer {
           load_block(a, shared, tile, count++, head, number, kBothVisible, n == blocks - 1, n >= 2);
         }
         if (n == 0) {
-          const int buffer = tile_count % kKeyBuffers;
-          wait(&shared.key_empty[buffer], tile_count / kKeyBuffers % 2 ^ 1);
-          if (!more) {
-            arrive(&shared.key_full[buffer]);
-            return;
-          }
-          load_keys(shared.key[buffer], a.key, tile, &shared.key_full[buffer]);
-          wait(&shared.value_empty, tile_count % 2 ^ 1);
-          load_keys(shared.value, a.value, tile, &shared.value_full);
+          load_work_tile(a, shared, tile_count, more);
+          if (!more) return;
         }
       } while (++n < blocks);
-      for (n = blocks; n < 2 || n % 2 != 0; ++n, ++count) {
-        wait(&shared.stage_empty[count % 2], count / 2 % 2 ^ 1);
-        arrive(&shared.query_full[count % 2]);
-        arrive(&shared.grad_out_full[count % 2]);
-      }
+      for (n = blocks; n < 2 || n % 2 != 0; ++n, ++count) pass_on_empty_stage(shared, count);
       ++tile_count;
     }
+  }
+  // The keys and values of a work tile; without more of them the math warpgroups are told.
+  __device__ __forceinline__ static void load_work_tile(const BackwardSm90Arguments& a, Shared& shared, int tile_count,
+                                                        bool more) {
+    const BackwardWorkTile& tile = shared.tile[tile_count % kWorkTiles];
+    const int buffer = tile_count % kKeyBuffers;
+    wait(&shared.key_empty[buffer], tile_count / kKeyBuffers % 2 ^ 1);
+    if (!more) {
+      arrive(&shared.key_full[buffer]);
+      return;
+    }
+    load_keys(shared.key[buffer], a.key, tile, &shared.key_full[buffer]);
+    wait(&shared.value_empty, tile_count % 2 ^ 1);
+    load_keys(shared.value, a.value, tile, &shared.value_full);
+  }
+  __device__ __forceinline__ static void pass_on_empty_stage(Shared& shared, int count) {
+    wait(&shared.stage_empty[count % 2], count / 2 % 2 ^ 1);
+    arrive(&shared.query_full[count % 2]);
+    arrive(&shared.grad_out_full[count % 2]);
+  }
+
+  // Loads what BlockScheduler announces.
+  __device__ static void run_scheduled(const BackwardSm90Arguments& a, Shared& shared) {
+    int tiles = 0;  // whose keys and values are loaded
+    for (int count = 0;; ++count) {
+      const int slot = count % SpanBarriers::kCount;
+      wait(&shared.spans.announced[slot], count / SpanBarriers::kCount % 2);
+      const QueryBlock& block = shared.query_block[count % kQueryBlocks];
+      const int query = block.query, tile = block.tile;
+      if (query >= 0) load_block(a, shared, shared.tile[tile % kWorkTiles], count, block.head, query / kQueries, 0);
+      if (tile == tiles) load_work_tile(a, shared, tiles++, query != kNoMoreBlocks);
+      if (query == kNoMoreBlocks) return;
+      if (query == kEmptyStage) pass_on_empty_stage(shared, count);
+      arrive(&shared.spans.taken[slot]);
+    }
+  }
+};
+
+// ---- the scheduler warp
+
+// Takes the work tiles of a persistent kernel with spans, and announces their visible blocks of queries and empty stages (see
+// Producer::run_persistent) to the warps that load them and make their bits. It may be SpanBarriers::kCount blocks ahead of
+// these, so that the search for visible blocks takes none of their time.
+template <class T, class Config>
+struct BackwardSm90Kernel<T, Config>::BlockScheduler {
+  const BackwardSm90Arguments& a;
+  Shared& shared;
+  int count = 0, tile_count = 0;
+
+  // A block's place is free when the block of kCount before it has been loaded: then the math warpgroups are done with all
+  // blocks before that one's predecessor in the same stage. For the same reason four work tiles, of two stages at least each,
+  // are enough.
+  __device__ __forceinline__ void wait_for_place() {
+    wait(&shared.spans.taken[count % SpanBarriers::kCount], count / SpanBarriers::kCount % 2 ^ 1);
+  }
+  // describe(): by one thread.
+  template <class F>
+  __device__ __forceinline__ void announce(F&& describe) {
+    wait_for_place();
+    if (threadIdx.x == 0) {
+      QueryBlock& block = shared.query_block[count % kQueryBlocks];
+      block.tile = tile_count;
+      describe(block);
+      arrive(&shared.spans.announced[count % SpanBarriers::kCount]);
+    }
+    ++count;
+  }
+  __device__ __forceinline__ void announce_block(int n, int head, int number, int mask_flags, bool last) {
+    int mixed = 0;  // what is hidden from one warpgroup alone is not skipped: its bits hide it
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < 2; ++warpgroup)
+      if ((mask_flags >> warpgroup & (kVisible | kMixed)) != kVisible) mixed |= kMixed << warpgroup;
+    announce([&](QueryBlock&) {
+      BackwardWorkTile& tile = shared.tile[tile_count % kWorkTiles];
+      const int first = static_cast<int>(first_row_block(a.problem, a.space.list, tile.batch, head));
+      if (n == 0 || last) tile.blocks = n + 1;  // until the last one they count whether there is any
+      Producer::announce_block(a, shared, tile, count, head, number, mixed, first, last, n >= 2);
+    });
+  }
+
+  __device__ __forceinline__ void announce_tile() {
+    BackwardWorkTile& tile = shared.tile[tile_count % kWorkTiles];
+    if (threadIdx.x == 0) tile.blocks = 0;
+    int blocks = 0, head_before = 0, number_before = -1, flags_before = 0;
+    for (int head = tile.first_head; head < tile.first_head + tile.q_heads_per_kv_grad_head; ++head) {
+      MaskedBlockIterator iterator(a, tile, head);
+      int flags = 0;
+      for (int number; (number = iterator.next(flags)) < tile.end;
+           head_before = head, number_before = number, flags_before = flags)
+        if (number_before >= 0) announce_block(blocks++, head_before, number_before, flags_before, false);
+    }
+    if (number_before >= 0) announce_block(blocks++, head_before, number_before, flags_before, true);
+    for (int n = blocks; n < 2 || n % 2 != 0; ++n) announce([&](QueryBlock& block) { block.query = kEmptyStage; });
+  }
+
+  // By a whole warp, the first one.
+  __device__ void run() {
+    if (threadIdx.x == 0) shared.producer_tiles = 0;
+    while (true) {
+      wait_for_place();
+      __syncwarp();
+      if (!take_work_tile(a, shared)) break;
+      __syncwarp();
+      announce_tile();
+      ++tile_count;
+      if (threadIdx.x == 0) shared.producer_tiles = tile_count;
+    }
+    announce([&](QueryBlock& block) { block.query = kNoMoreBlocks; });
   }
 };
 
 // ---- the span warps
 
-// Makes the bits of mixed blocks from spans: each warp those of its part of the keys. A buffer is free when the block that its
-// bits were of has left its stage, for the block two before this one.
+// Makes the bits of mixed blocks from spans: each warp those of one warpgroup's keys, or in the pipeline those of every other
+// block. A buffer is free when the block that its bits were of has left its stage, for the block two before this one.
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::make_span_bits(const BackwardSm90Arguments& a, Shared& shared, int part) {
-  constexpr int kGroups = 2, kAllGroups = kKeys / 16 / kSpanWarps;  // of 16 keys: at once, and per warp
-  const BackwardWorkTile& tile = shared.tile[0];
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize, first_group = part * kAllGroups;
-  const Sequence sequence{{tile.first_query, tile.queries}, {tile.first_key - tile.key, tile.keys}, {}};
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
 #pragma unroll 1
   for (int count = 0;; ++count) {
     const int stage = count % 2;
     wait(&shared.spans.announced[count % SpanBarriers::kCount], count / SpanBarriers::kCount % 2);
     const QueryBlock& block = shared.query_block[count % kQueryBlocks];
     const int query = block.query;
-    if (query >= 0 && (block.mask_flags & (kPipelined ? kMixed : kMixed << part))) {
+    if (kHasScheduler && query == kNoMoreBlocks) return;
+    if (query >= 0 && (kPipelined ? part == count % 2 && block.mask_flags : block.mask_flags & kMixed << part)) {
+      int work_tile = 0;
+      if constexpr (kHasScheduler) work_tile = block.tile;
+      const BackwardWorkTile& tile = shared.tile[work_tile % kWorkTiles];
+      const Sequence sequence{{tile.first_query, tile.queries}, {tile.first_key - tile.key, tile.keys}, {}};
       const HeadSpans spans(a.problem, sequence, tile.batch, block.head);
+      const int warpgroup = kPipelined ? 0 : part;
 #pragma unroll 1
-      for (int n = 0; n < kQueries / kStatsRows; ++n)
-#pragma unroll 1
-        for (int group = first_group; group < first_group + kAllGroups; group += kGroups) {
-          unsigned words[kGroups];
-          transposed_bits_of_spans(words, spans, query + n * kStatsRows, tile.queries, tile.key + 16 * group, tile.keys, lane);
+      for (int n = 0; n < kQueries / kStatsRows; ++n) {
+        unsigned words[4];
+        transposed_bits_of_spans(words, spans, query + n * kStatsRows, tile.queries, tile.key + warpgroup * kWarpgroupKeys,
+                                 tile.keys, lane);
 #pragma unroll
-          for (int i = 0; i < kGroups; ++i) mask_bits(shared, count % kMaskBitsBuffers).word[n][group + i][lane] = words[i];
-        }
+        for (int i = 0; i < 4; ++i) mask_bits(shared, count % kMaskBitsBuffers).word[n][4 * warpgroup + i][lane] = words[i];
+      }
     }
     wait(&shared.stage_empty[stage], count / 2 % 2 ^ 1);  // or the arrival would count for the block before in this stage
     __syncwarp();
-    if (lane == 0) arrive(&shared.query_full[stage]);
-    if (query < 0) return;
+    if (lane == 0) {
+      arrive(&shared.query_full[stage]);
+      if constexpr (kHasScheduler) arrive(&shared.spans.taken[count % SpanBarriers::kCount]);
+    }
+    if (query == kNoMoreBlocks) return;
   }
 }
 

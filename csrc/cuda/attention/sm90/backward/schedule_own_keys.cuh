@@ -52,7 +52,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
   wgmma_wait<1>();
   fence_registers(flat(score));
   if constexpr (kTransposed) add_alibi_and_mask(score, ahead);
-  if (!ahead.all_visible) apply_visibility(score, query_block().query);
+  if (!ahead.all_visible) hide_scores_of_block(score);
 
   exp_scores(now, score, ahead, weight);
   if constexpr (kTransposed)
@@ -80,7 +80,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
   constexpr int kPairs = kQueries / 8;
   wgmma_wait<1>();
   fence_registers(flat(score));
-  if (!ahead.all_visible) apply_visibility(score, query_block().query);
+  if (!ahead.all_visible) hide_scores_of_block(score);
 #pragma unroll
   for (int j = 0; j < kPairs; ++j) {
     if (j == kPairs / 2) {

@@ -45,7 +45,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
   __device__ __forceinline__ int row_warp() const { return kPipelined ? warp % 4 : warp; }
   __device__ __forceinline__ int score_row() const { return row_warp() * kWarpKeys; }
 
-  __device__ __forceinline__ const BackwardWorkTile& tile() const { return shared.tile[kPersistent ? tile_count % 2 : 0]; }
+  __device__ __forceinline__ const BackwardWorkTile& tile() const { return shared.tile[tile_count % kWorkTiles]; }
   __device__ __forceinline__ KeyTile& key_tile() const { return shared.key[tile_count % kKeyBuffers]; }
   // The current block, or the one `offset` after it.
   __device__ __forceinline__ const QueryBlock& query_block(int offset = 0) const {
@@ -374,6 +374,29 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
           float& x = score[0][j][2 * half + e];
           x = 8 * j + e >= begin && 8 * j + e < end ? x : lowest<float>();
         }
+    }
+  }
+
+  // Hides what neither position nor spans show, in a block that is not all visible.
+  __device__ __forceinline__ void hide_scores_of_block(ScoreAccumulator& score) {
+    const QueryBlock& block = query_block();
+    apply_visibility(score, block.query);
+    if constexpr (kHasScheduler) {
+      if (!(block.mask_flags & kMixed << warpgroup())) return;
+#pragma unroll
+      for (int n = 0; n < kQueries / kStatsRows; ++n) {
+        const unsigned bits = mask_bits(shared, block_count % kMaskBitsBuffers).word[n][warp][lane()];
+#pragma unroll
+        for (int j = 0; j < kStatsRows / 8; ++j)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const unsigned shown =
+                bits << TransposedMaskBits::place(j, half);  // of the lower and the higher query: bits 15, 31
+            float* const x = &score[0][n * (kStatsRows / 8) + j][2 * half];
+            x[0] = shown & 1u << 15 ? x[0] : lowest<float>();
+            x[1] = shown & 1u << 31 ? x[1] : lowest<float>();
+          }
+      }
     }
   }
 

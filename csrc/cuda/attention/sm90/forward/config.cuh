@@ -338,6 +338,8 @@ struct ForwardSm90Kernel {
   __device__ __forceinline__ static void rows_of_sequence(const Arguments& a, int sequence, Rows& queries, Rows& keys);
   __device__ __forceinline__ static void clear_rows(const Arguments& a, const Rows& rows, int lane);
   __device__ __forceinline__ static TileSpans spans_of(const Arguments& a, int batch, int head);
+  __device__ __forceinline__ static void narrow_by_spans(const Arguments& a, const WorkTileCoord& tile, int query,
+                                                         int last_query, int& begin, int& end);
   __device__ __forceinline__ static void kinds_by_spans(const Arguments& a, const ForwardWorkTile& tile, const TileSpans& spans,
                                                         int block, int end, bool (&hidden)[kRowBlocks],
                                                         bool (&clear)[kRowBlocks]);

@@ -7,6 +7,7 @@
 #include "../../../../core/philox.h"
 #include "../../../hw/mbarrier.cuh"
 #include "../../../hw/vector.cuh"
+#include "../../masks/span_bits.cuh"
 #include "config.cuh"
 
 namespace flash_online::cuda {
@@ -23,6 +24,17 @@ __device__ __forceinline__ TileSpans ForwardSm90Kernel<T, Variant>::spans_of(con
     spans.keys = keys.of(nullptr, 0, batch, head), spans.key_intervals = keys.intervals;
   }
   return spans;
+}
+
+// Narrows the range [begin, end) of blocks of keys to those that the spans of the queries [query, last_query), and those of far
+// keys, leave of it.
+template <class T, class Variant>
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::narrow_by_spans(const Arguments& a, const WorkTileCoord& tile,
+                                                                               int query, int last_query, int& begin,
+                                                                               int& end) {
+  const TileSpans spans = spans_of(a, tile.batch, tile.head);
+  TileSpans::narrow<kKeys>(spans.queries, spans.query_intervals, query, last_query, begin, end);
+  a.spans.tables.keys.template narrow<kKeys>(tile.batch, tile.head, query, last_query, begin, end);
 }
 
 // Whether spans hide all of the blocks [block, end) from a warpgroup, and whether they hide nothing of any. What position hides
@@ -292,10 +304,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
       begin = max(begin, first_block), end = min(end, scheduler.end());
     }
     if constexpr (kHasSpans)
-      if (more) {
-        const TileSpans spans = spans_of(a, next.batch, next.head);
-        TileSpans::narrow<kKeys>(spans.queries, spans.query_intervals, first, last + 1, begin, end);
-      }
+      if (more) narrow_by_spans(a, next, first, last + 1, begin, end);
     if (end <= begin) begin = first_block, end = begin + 1;
     wait(&shared.tile_empty[state.stage], state.parity ^ 1);
     ForwardWorkTile& tile = shared.tile[state.stage];
@@ -588,7 +597,6 @@ __device__ void ForwardSm90Kernel<T, Variant>::clear_padding_rows(const Argument
 
 template <class T, class Variant>
 __device__ void ForwardSm90Kernel<T, Variant>::make_span_bits(const Arguments& a, Shared& shared, int part, int lane) {
-  constexpr int kGroups = 4 * kRowBlocks / kSpanWarps;  // of 16 rows: every other one is this warp's
   PipelineState<kWorkTiles> next_tile;
   PipelineState<kStages> key;
   while (true) {
@@ -600,17 +608,15 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_span_bits(const Arguments& a
     for (int block = next_loaded_block(tile, tile.begin, tile.end); block < tile.end;
          block = next_loaded_block(tile, block + 1, tile.end)) {
       const int bit = (block - tile.begin) >> tile.map.shift;
-      bool mixed = false;
-#pragma unroll
-      for (int i = 0; i < kRowBlocks; ++i)
-        mixed |= is_bit_set(tile.map.row_block[i].visited, bit) && !is_bit_set(tile.map.row_block[i].clear, bit);
 #pragma unroll 1
-      for (int n = 0; mixed && n < kSpanWords; ++n) {
-        unsigned words[kGroups];
-        mask_bits_of_spans<kSpanWarps * kRowsPerWarp>(words, spans, tile.first_query + part * kRowsPerWarp, a.queries,
-                                                      block * kKeys + n * kMaskMapTile, a.keys, lane);
+      for (int tile_part = part; tile_part < kRowBlocks * kSpanWords; tile_part += kSpanWarps) {
+        const int i = tile_part / kSpanWords, n = tile_part % kSpanWords;
+        if (!is_bit_set(tile.map.row_block[i].visited, bit) || is_bit_set(tile.map.row_block[i].clear, bit)) continue;
+        unsigned words[4];
+        mask_bits_of_spans(words, spans, tile.first_query + i * kRowsPerWarpgroup, a.queries, block * kKeys + n * kMaskMapTile,
+                           a.keys, lane);
 #pragma unroll
-        for (int i = 0; i < kGroups; ++i) shared.spans.word[key.parity][key.stage][part + kSpanWarps * i][n][lane] = words[i];
+        for (int group = 0; group < 4; ++group) shared.spans.word[key.parity][key.stage][4 * i + group][n][lane] = words[group];
       }
       wait(&shared.key_empty[key.stage], key.parity ^ 1);  // or the arrival would count for the block before in this stage
       __syncwarp();
