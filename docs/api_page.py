@@ -32,6 +32,7 @@ SECTIONS = (
         spans,
         ["documents", "prefix", "tree", "shared_prefix", "padding", "sink_window", "from_flashmask", "to_mask", "Spans"],
     ),
+    ("Blocks", "[Sparse attention](blocks.md) by lists of blocks.", flash_online, ["BlockList", "block_scores"]),
     ("Softmax and top k", "", flash_online, ["softmax", "log_softmax", "logsumexp", "topk_softmax"]),
     ("Losses", "", flash_online, ["cross_entropy", "linear_cross_entropy"]),
     (
@@ -58,7 +59,8 @@ SECTIONS = (
         "Plain PyTorch in any dtype: what tests compare with. Arguments are those of the functions above.",
         reference,
         ["attention", "varlen_attention", "merge_attention", "kvcache_attention", "cascade_attention", "cache_append"]
-        + ["softmax", "log_softmax", "logsumexp", "topk_softmax", "cross_entropy", "linear_cross_entropy", "dropout_keep"],
+        + ["block_scores", "softmax", "log_softmax", "logsumexp", "topk_softmax", "cross_entropy", "linear_cross_entropy"]
+        + ["dropout_keep"],
     ),
     (
         "Testing",

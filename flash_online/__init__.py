@@ -16,6 +16,7 @@ from ._checked import checked
 from ._ops import InvalidArgument, ops
 from ._policy import strict
 from .attention import attention
+from .blocks import BlockList, block_scores
 from .cascade import CascadeLevel, cascade_attention
 from .cross_entropy import cross_entropy
 from .explain import Plan, explain
@@ -42,11 +43,13 @@ SAC_SAVE_OPS = [
 """Forward operators that selective activation checkpointing should save: repeating one costs matrix products."""
 
 __all__ = [
+    "BlockList",
     "CascadeLevel",
     "InvalidArgument",
     "Plan",
     "SAC_SAVE_OPS",
     "attention",
+    "block_scores",
     "cache_append",
     "cascade_attention",
     "checked",

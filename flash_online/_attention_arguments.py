@@ -22,6 +22,7 @@ class AttentionTensors(NamedTuple):
     rng: Tensor | None
     query_spans: Tensor | None = None  # the operators' last arguments
     key_spans: Tensor | None = None
+    tiles: Tensor | None = None
 
 
 class VarlenTensors(NamedTuple):
@@ -58,8 +59,10 @@ class AttentionOptions(NamedTuple):
         return *shared, *own, tf32
 
 
-def given_spans(query_spans: Tensor | None, key_spans: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Spans as the last arguments of an operator, which need not be there."""
+def given_spans(query_spans: Tensor | None, key_spans: Tensor | None, tiles: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Spans, and tiles of a list of blocks, as the last arguments of an operator, which need not be there."""
+    if tiles is not None:
+        return query_spans, key_spans, tiles
     return () if query_spans is key_spans is None else (query_spans, key_spans)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors, default_scale
+from ._block_arguments import LIST_TILE
 from ._ops import accumulator_of, ops, without_autocast
 from ._span_arguments import in_spans
 
@@ -38,6 +39,7 @@ class _Call(NamedTuple):
     first_batch: int  # the batch index that the random bits of dropout start from
     query_spans: Tensor | None
     key_spans: Tensor | None
+    tiles: Tensor | None
 
 
 class _Tangents(NamedTuple):
@@ -105,7 +107,7 @@ def gradient_jvp(
     one chunk of queries at a time: memory is linear in the lengths, plus one chunk of _CHUNK_SCORES scores. `first_batch` is
     the batch index that the random bits of dropout start from.
     """
-    query, key, value, mask, alibi_slopes, sinks, rng, query_spans, key_spans = tensors
+    query, key, value, mask, alibi_slopes, sinks, rng, query_spans, key_spans, tiles = tensors
     if options.scale is None:
         options = options._replace(scale=default_scale(query.shape[-1]))
     d_query, d_key, d_value, d_mask, _, d_sinks, *_ = tangents
@@ -117,7 +119,7 @@ def gradient_jvp(
         for tensor, like in ((key, key), (value, value), (d_key, key), (d_value, value))
     )
     sink, d_sink = (None if tensor is None else tensor.to(dtype)[:, None, None] for tensor in (sinks, d_sinks))
-    call = _Call(k, v, mask, sink, alibi_slopes, rng, options, offset, first_batch, query_spans, key_spans)
+    call = _Call(k, v, mask, sink, alibi_slopes, rng, options, offset, first_batch, query_spans, key_spans, tiles)
     shared = _Tangents(d_k, d_v, d_mask, d_sink)
 
     forward_chunks, backward_chunks = [], _BackwardSums(mask)
@@ -172,6 +174,9 @@ def _scores(call: _Call, begin: int, end: int, products: Tensor):
     if call.key_spans is not None:
         rows = torch.arange(begin, end, device=products.device).unsqueeze(-1)
         visible = visible & in_spans(rows, call.key_spans.unsqueeze(-3))
+    if call.tiles is not None:
+        rows = torch.arange(begin, end, device=products.device) // LIST_TILE
+        visible = visible & call.tiles[..., rows, :][..., columns // LIST_TILE]
     if call.mask is not None and call.mask.dtype == torch.bool:
         visible = visible & _rows(call.mask, -2, begin, end, torch.bool)
     elif call.mask is not None:

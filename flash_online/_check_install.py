@@ -19,7 +19,7 @@ from . import _info, _self_check, reference
 from ._self_check import Call, require
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INFERENCE = ("kvcache_attention", "cascade_attention", "cache_append")  # without gradients
+INFERENCE = ("kvcache_attention", "cascade_attention", "cache_append", "block_scores")  # without gradients
 
 
 def own(name: str, **arguments: Any) -> Call:
@@ -78,7 +78,8 @@ def row_calls(generator: torch.Generator) -> Iterator[Call]:
 
 
 def attention_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]:
-    """The calls of attention, varlen_attention, kvcache_attention, cascade_attention, cache_append and merge_attention."""
+    """The calls of attention, varlen_attention, kvcache_attention, cascade_attention, cache_append, merge_attention and
+    block_scores."""
 
     def heads(*shape: int) -> dict[str, Tensor]:
         """query, key and value, of [batch, heads of query, heads of key and value, queries, keys] or without the batch."""
@@ -116,6 +117,11 @@ def attention_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]
 
     outs, lses = torch.randn(3, 2, 4, 50, head_dim, generator=generator), torch.randn(3, 2, 4, 50, generator=generator)
     yield own("merge_attention", outs=outs, lses=lses)
+
+    scored = heads(2, 4, 2, 150, 170)
+    del scored["value"]
+    yield own("block_scores", **scored, size=(64, 64))
+    yield own("block_scores", **scored, size=(128, 64), reduce="max", causal=True)
 
 
 def override_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]:

@@ -207,7 +207,7 @@ def _one_by_one(op, info, in_dims, args):
 
 def _attention_forward_fake(
     query, key, value, mask, alibi_slopes, sinks, rng, window_left, window_right, lower_right, scale, softcap, dropout_p,
-    tf32=False, deterministic=None, query_spans=None, key_spans=None,
+    tf32=False, deterministic=None, query_spans=None, key_spans=None, tiles=None,
 ):  # fmt: skip
     out = _empty_in_order([*query.shape[:-1], value.shape[-1]], query)
     return out, _accumulator(query, query.shape[:-1]), _accumulator(query, query.shape[:-1])
@@ -233,8 +233,8 @@ def _attention_forward_vmap(info, in_dims, query, key, value, mask, alibi_slopes
 
 
 def _with_spans_in_front(options, in_dims, size) -> list:
-    """The arguments after an operator's tensors. Spans, the only ones of them that may be mapped, may have size 1 in batch
-    dimensions."""
+    """The arguments after an operator's tensors. Spans and tiles, the only ones of them that may be mapped, may have size 1 in
+    batch dimensions."""
     return [
         _front(option, dim, size, expand=False) if isinstance(option, Tensor) else option
         for option, dim in zip(options, in_dims, strict=True)
@@ -337,6 +337,7 @@ _register(
 def _attention_backward_fake(
     grad_out, grad_lse, query, key, value, mask, alibi_slopes, sinks, rng, out, lse, lse_low, window_left, window_right,
     lower_right, scale, softcap, dropout_p, mask_grad, deterministic, tf32=False, query_spans=None, key_spans=None,
+    tiles=None,
 ):  # fmt: skip
     grads = [_empty_in_order(tensor.shape, tensor) for tensor in (query, key, value)]
     grad_mask = _empty_in_order(mask.shape, mask) if mask_grad else query.new_empty([0])

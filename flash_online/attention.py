@@ -21,11 +21,13 @@ from ._autograd import (
     requires_grad,
     unwrap_if_dead,
 )
+from ._block_arguments import tiles_of_blocks
 from ._canonicalize import canonicalize, cast_and_check, check_attention, expand_slopes, window_bounds
 from ._checks import none_as_zero, unexpected_keyword, without_others
 from ._ops import accumulator_of, below_autograd, ops, surfaced
 from ._plain import NUMBERS, are_plain, are_plain_numbers, is_grad_enabled
 from ._span_arguments import canonical_spans
+from .blocks import BlockList
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,6 +58,7 @@ class _DenseKeywords(AttentionKeywords, SpanKeywords, total=False):
     """The keywords of attention."""
 
     mask: Tensor | None
+    blocks: BlockList | None
 
 
 @overload
@@ -82,6 +85,7 @@ def attention(
     alignment: str = "upper_left",
     query_spans: Tensor | None = None,
     key_spans: Tensor | None = None,
+    blocks: BlockList | None = None,
     softcap: float | None = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -95,7 +99,8 @@ def attention(
 
     The position of query i is p = i (`alignment="upper_left"`) or p = i + S - L (`"lower_right"`). A score starts as
     `scale * query . key`; then `softcap * tanh(score / softcap)` is applied, ALiBi's `-slope * |p - j|` is added, and last the
-    float mask. A query sees a key only if the causal rule, the window, the bool mask and the spans all allow it.
+    float mask. A query sees a key only if the causal rule, the window, the bool mask, spans and the list of blocks all
+    allow it.
 
     Args:
         query: `[..., Hq, L, E]`; float16, bfloat16, float32 or float64; any strides.
@@ -110,6 +115,7 @@ def attention(
         query_spans: int32 `[..., 1 or Hq, L, 2 or 4]`: one or two intervals [begin, end) of keys that each query may see;
             leading dimensions broadcast, bounds are clamped. `flash_online.spans` makes them.
         key_spans: int32 `[..., 1 or Hq, S, 2 or 4]`: the intervals of queries that may see each key, likewise.
+        blocks: a `flash_online.BlockList`: a block of queries sees the listed blocks of keys alone. On the CPU.
         softcap: limits scores to (-softcap, softcap) with a tanh; 0 is none.
         alibi_slopes: `[Hq]` or `[..., Hq]`, positive slopes; no gradient.
         sinks: `[Hq]`, one logit per head that joins the denominator only; differentiable.
@@ -136,8 +142,10 @@ def attention(
     """
     if others:
         raise unexpected_keyword("attention", next(iter(others)))
+    if blocks is not None and not isinstance(blocks, BlockList):
+        raise TypeError(f"blocks: expected a BlockList or None, got {type(blocks).__name__}")
     softcap = none_as_zero(softcap)
-    plain = window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left"
+    plain = window is alibi_slopes is sinks is deterministic is blocks is None and alignment == "upper_left"
     plain = plain and type(softcap) in NUMBERS and type(dropout_p) in NUMBERS and type(causal) is bool
     if plain and not (softcap or dropout_p or return_lse):
         if query_spans is not None or key_spans is not None:
@@ -161,6 +169,7 @@ def attention(
         dropout_p=dropout_p, deterministic=deterministic, return_lse=return_lse,
         query_spans=canonical_spans("query_spans", query_spans, query, heads, query.shape[-2]),
         key_spans=canonical_spans("key_spans", key_spans, query, heads, key.shape[-2]),
+        tiles=tiles_of_blocks(blocks, query, heads, key.shape[-2]),
     )  # fmt: skip
     return (restore(out), restore(lse)) if return_lse else restore(out)
 
@@ -270,7 +279,7 @@ def try_fast_spans(
     tensors, options = (query, key, value, None, None, None, None), plain_options(causal, scale, tf32_for(query))
     try:
         if is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            return _attention(*tensors, query_spans, key_spans, options)[0]
+            return _attention(*tensors, query_spans, key_spans, None, options)[0]
         return _run_forward(*tensors, *options, query_spans, key_spans)[0]
     except RuntimeError as error:
         raise surfaced(error, query) from None
@@ -328,6 +337,7 @@ def attention_impl(
     rng: Tensor | None = None,
     query_spans: Tensor | None = None,
     key_spans: Tensor | None = None,
+    tiles: Tensor | None = None,
     operator: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of tensors in the form that `canonicalize` returns. Without `return_lse`, lse may be None. `rng` is the result
@@ -338,7 +348,7 @@ def attention_impl(
     scale = operator_scale(query, scale)
     alibi_slopes = None if alibi_slopes is None else alibi_slopes.to(accumulator)
     sinks = None if sinks is None else sinks.to(accumulator).contiguous()
-    if operator is query_spans is key_spans is deterministic is None and not dropout_p:
+    if operator is query_spans is key_spans is tiles is deterministic is None and not dropout_p:
         # A trace by torch.jit is compared with one of inputs that require no gradient.
         if _policy.traced_by_jit() is not None or not requires_grad((query, key, value, mask, sinks)):
             options = (mask, alibi_slopes, sinks, left, 0 if causal else right, lower_right, scale, float(softcap), tf32)
@@ -361,6 +371,7 @@ def attention_impl(
         draw_rng(dropout_p, query.device) if rng is None else rng,
         query_spans,
         key_spans,
+        tiles,
         AttentionOptions(
             left, 0 if causal else right, lower_right, scale, float(softcap), float(dropout_p), tf32, deterministic
         ),
@@ -410,8 +421,8 @@ class Attention(Description):
 
     @staticmethod
     def arguments(*inputs):
-        *tensors, query_spans, key_spans, options = inputs
-        return *tensors, *options, *given_spans(query_spans, key_spans)
+        *tensors, query_spans, key_spans, tiles, options = inputs
+        return *tensors, *options, *given_spans(query_spans, key_spans, tiles)
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -425,7 +436,7 @@ class Attention(Description):
         *tensors, out, lse, lse_low = ctx.saved_tensors
         if grad_out is None:
             if grad_lse is None:
-                return (None,) * 10
+                return (None,) * 11
             grad_out = torch.zeros_like(out)
         _, _, _, mask_grad, *_ = ctx.needs_input_grad
         results = (out, lse, lse_low)
@@ -433,7 +444,7 @@ class Attention(Description):
         grad_query, grad_key, grad_value, grad_mask, grad_sinks = grads
         sinks = AttentionTensors(*tensors).sinks
         grad_mask, grad_sinks = grad_mask if mask_grad else None, None if sinks is None else grad_sinks
-        return grad_query, grad_key, grad_value, grad_mask, None, grad_sinks, None, None, None, None
+        return grad_query, grad_key, grad_value, grad_mask, None, grad_sinks, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -467,7 +478,7 @@ class _AttentionTraining(Description):
             arguments = (grad_out, query, key, value, out, stats, options.window_right == 0, options.scale, ctx.deterministic)
             return *_training_backward(*arguments, options.tf32), None, None, None
         grad_lse, _ = grad_stats.chunk(2)
-        tensors = (grad_out, grad_lse, query, key, value, *(None,) * 6, out, *stats.chunk(2))
+        tensors = (grad_out, grad_lse, query, key, value, *(None,) * 7, out, *stats.chunk(2))
         grad_query, grad_key, grad_value, *_ = _attention_backward(*tensors, options, False, ctx.deterministic)
         return grad_query, grad_key, grad_value, None, None, None
 
@@ -501,16 +512,17 @@ class _AttentionBackward(Description):
 
     @staticmethod
     def inputs(*arguments):
-        (grad_out, grad_lse, *tensors), options, spans = arguments[:12], arguments[12:21], arguments[21:] or (None, None)
+        (grad_out, grad_lse, *tensors), options, spans = arguments[:12], arguments[12:21], arguments[21:]
+        spans = (*spans, None, None, None)[:3]
         left, right, lower_right, scale, softcap, dropout_p, mask_grad, deterministic, tf32 = options
         options = AttentionOptions(left, right, lower_right, scale, softcap, dropout_p, tf32)
         return grad_out, grad_lse, *tensors[:7], *spans, *tensors[7:], options, mask_grad, deterministic
 
     @staticmethod
     def arguments(*inputs):
-        *tensors, query_spans, key_spans, out, lse, lse_low, options, mask_grad, deterministic = inputs
+        *tensors, query_spans, key_spans, tiles, out, lse, lse_low, options, mask_grad, deterministic = inputs
         options = options.for_backward(mask_grad, deterministic)
-        return *tensors, out, lse, lse_low, *options, *given_spans(query_spans, key_spans)
+        return *tensors, out, lse, lse_low, *options, *given_spans(query_spans, key_spans, tiles)
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -539,7 +551,7 @@ class _AttentionBackward(Description):
         return (
             *(d_out, None if grad_lse is None else d_lse),
             *(d_grads.query, d_grads.key, d_grads.value, d_grads.mask, None, d_grads.sinks, None),
-            *(None, None, None, None, None, None, None, None),  # spans; out, lse, lse_low; options, mask_grad, deterministic
+            *(None,) * 9,  # spans, tiles; out, lse, lse_low; options, mask_grad, deterministic
         )
 
     @staticmethod

@@ -98,6 +98,7 @@ def attention(
     alignment: str = "upper_left",
     query_spans: Tensor | None = None,
     key_spans: Tensor | None = None,
+    blocks: tuple[Tensor, Tensor, tuple[int, int]] | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -115,6 +116,9 @@ def attention(
 
     `query_spans`, int32 [..., 1 or Hq, L, 2 or 4], holds one or two intervals [begin, end) per query: of the keys that it may
     see. `key_spans` [..., 1 or Hq, S, 2 or 4] holds intervals of the queries that may see a key. Bounds may have any values.
+
+    `blocks` is (counts int32 [..., 1 or Hq, nq], indices int32 [..., 1 or Hq, nq, capacity], size): query i sees the keys j
+    with j // size[1] among the first counts[i // size[0]] of indices[i // size[0]].
 
     The order of operations on a score: scale, softcap `c * tanh(s / c)`, ALiBi `-slope * |p - j|`, float mask, visibility.
     `sinks` [Hq] adds exp(sink) to a head's denominator and nothing to its numerator. `alibi_slopes` is [Hq] or [..., Hq].
@@ -143,6 +147,8 @@ def attention(
         allowed = allowed & _in_spans(query_spans, keys)
     if key_spans is not None:
         allowed = allowed & _in_spans(key_spans, queries).transpose(-2, -1)
+    if blocks is not None:
+        allowed = allowed & _in_blocks(*blocks, queries, keys)
     if mask is not None and mask.dtype == torch.bool:
         allowed = allowed & mask
     elif mask is not None:
@@ -683,6 +689,35 @@ def dropout_keep(rng: Tensor, dropout_p: float, shape: Sequence[int], first_batc
     return (words >= math.floor(dropout_p * 2**32)).reshape(shape)
 
 
+def block_scores(
+    query: Tensor,
+    key: Tensor,
+    size: tuple[int, int],
+    *,
+    causal: bool = False,
+    reduce: str = "mean",
+    scale: float | None = None,
+) -> Tensor:
+    """The mean or the largest of the scores between each block of size[0] queries and block of size[1] keys, [..., Hq, nq, nk];
+    with `causal`, -inf where a block has no visible pair, and "max" takes visible pairs alone."""
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    scores = query @ key.repeat_interleave(query.shape[-3] // key.shape[-3], -3).transpose(-2, -1) * scale
+    seen = visible(*scores.shape[-2:], causal=causal, device=query.device)
+    rows = []
+    for i in range(0, scores.shape[-2], size[0]):
+        row = []
+        for j in range(0, scores.shape[-1], size[1]):
+            block, pairs = scores[..., i : i + size[0], j : j + size[1]], seen[i : i + size[0], j : j + size[1]]
+            if reduce == "max":
+                found = torch.where(pairs, block, -INFINITY).amax((-2, -1))
+            else:
+                found = torch.where(pairs.any(), block.mean((-2, -1)), -INFINITY)
+            row.append(found)
+        rows.append(torch.stack(row, -1))
+    return torch.stack(rows, -2).to(accumulator_dtype(query.dtype))
+
+
 def _multiply(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:
     """The high and the low 32 bits of a product of 32-bit numbers. int64 overflows, but wraps to the bits of the product."""
     product = x * constant
@@ -692,6 +727,14 @@ def _multiply(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:
 def _positions(queries: int, keys: int, alignment: str, device) -> tuple[Tensor, Tensor]:
     offset = {"upper_left": 0, "lower_right": keys - queries}[alignment]
     return torch.arange(queries, device=device)[:, None] + offset, torch.arange(keys, device=device)
+
+
+def _in_blocks(counts: Tensor, indices: Tensor, size: tuple[int, int], queries: int, keys: int) -> Tensor:
+    """bool [..., queries, keys]: True where the block of a key is listed for the block of a query."""
+    blocks = torch.arange(keys, device=indices.device) // size[1]
+    read = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    listed = ((indices[..., None] == blocks) & read[..., None]).any(-2)  # [..., nq, keys]
+    return listed[..., torch.arange(queries, device=indices.device) // size[0], :]
 
 
 def _in_spans(spans: Tensor, length: int) -> Tensor:

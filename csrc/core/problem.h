@@ -116,6 +116,8 @@ struct AttentionProblem {
   void* lse_low = nullptr;
   int64_t lse_stride[2] = {};  // of batch and head, for all arrays with one scalar per query
 
+  // [batch, heads, tiles of 64 queries, tiles of 64 keys]: 0 where no query of a tile may see any of its keys; no data: all may
+  View4<const uint8_t*> tiles;
   SpanView query_spans;  // [batch, heads, queries, ..]: the keys that a query may see
   SpanView key_spans;  // [batch, heads, keys, ..]: the queries that may see a key
   FLASH_ONLINE_HD constexpr bool has_spans() const { return query_spans.data || key_spans.data; }

@@ -18,13 +18,13 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   // a graph is run with. rng: int64[2] (seed, offset), needed if dropout_p > 0. tf32, here and below: float32 products on CUDA
   // may have fewer digits than float32, but no fewer than tf32; no effect elsewhere. deterministic: whether the derivative's
   // backward pass must be reproducible; None asks torch at this call. query_spans, key_spans: int32 [..., 1 or heads, queries
-  // or keys, 2 or 4], the intervals of keys that a query may see, and of queries that may see a key; their batch dimensions may
-  // be 1.
+  // or keys, 2 or 4], the intervals of keys that a query may see, and of queries that may see a key. tiles: bool [..., 1 or
+  // heads, tiles of 64 queries, tiles of 64 keys], where any query may see any key. Their batch dimensions may be 1.
   define(m,
          "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
          "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, "
-         "float dropout_p, bool tf32=False, bool? deterministic=None, Tensor? query_spans=None, Tensor? key_spans=None) -> "
-         "(Tensor out, Tensor lse, Tensor lse_low)");
+         "float dropout_p, bool tf32=False, bool? deterministic=None, Tensor? query_spans=None, Tensor? key_spans=None, "
+         "Tensor? tiles=None) -> (Tensor out, Tensor lse, Tensor lse_low)");
   // attention_forward's out alone, for a call without gradients and options.
   define(
       m,
@@ -47,8 +47,8 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
          "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? mask, "
          "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, Tensor lse_low, SymInt window_left, "
          "SymInt window_right, bool lower_right, float? scale, float softcap, float dropout_p, bool mask_grad, "
-         "bool deterministic, bool tf32=False, Tensor? query_spans=None, Tensor? key_spans=None) -> (Tensor grad_query, "
-         "Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_sinks)");
+         "bool deterministic, bool tf32=False, Tensor? query_spans=None, Tensor? key_spans=None, Tensor? tiles=None) -> "
+         "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_sinks)");
   // Packed sequences: query, out [total queries, heads, head_dim], key and value [total keys, heads, head_dim], lse [heads,
   // total queries]. cu_seqlens_*: int32 [sequences + 1], the first row of each sequence and the end of the last. Only the
   // device reads them: values out of order or out of range raise no error and touch no other memory. A sequence longer than

@@ -425,8 +425,8 @@ def _is_static(query: Tensor, left: int | None) -> bool:
     return torch.cuda.get_device_capability(query.device) == (9, 0)
 
 
-def _by_claimed_tiles(query, key, value, mask, alibi_slopes, sinks, rng, query_spans, key_spans, options):
-    """attention_forward of one sequence, using the packed forward pass. Bit-equal. There are no mask and no spans."""
+def _by_claimed_tiles(query, key, value, mask, alibi_slopes, sinks, rng, query_spans, key_spans, tiles, options):
+    """attention_forward of one sequence, using the packed forward pass. Bit-equal. There are no mask, spans and tiles."""
     length = query.shape[2]
     starts = torch.arange(0, 2 * length, length, dtype=torch.int32, device=query.device)  # no copy from the host
     rows_first = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))

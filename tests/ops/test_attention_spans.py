@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+from gradients import run
 from instruction_sets import run_tests, skip_unless_lesser
 from torch.autograd import forward_ad
 
@@ -38,21 +39,6 @@ def draw(dtype, lengths=(70, 133), heads=(4, 2), batch=2, seed=0, head_dim=16, k
         if intervals:
             given[name] = random_spans(g, (batch, 1 if one else heads[0], own), other, intervals)
     return *tensors, given, spans.to_mask(*lengths, **given)
-
-
-def run(function, tensors, seed=0, **options):
-    """(out, lse, the gradients of everything that has one)."""
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    extra = {name: options[name].detach().requires_grad_() for name in ("sinks", "mask") if is_floating(options.get(name))}
-    torch.manual_seed(seed)
-    out, lse = function(*leaves, return_lse=True, **options | extra)
-    weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
-    ((out.float() * weights).sum() + torch.where(lse.isinf(), 0, lse).sum()).backward()
-    return out, lse, *(leaf.grad for leaf in (*leaves, *extra.values()))
-
-
-def is_floating(value):
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 OPTIONS = {

@@ -41,6 +41,8 @@ def spanned(query: Tensor, key: Tensor, value: Tensor) -> None:
     assert_type(flash_online.attention(query, key, value, **flash_online.spans.documents(ids)), Tensor)
     pair = flash_online.attention(query, key, value, **flash_online.spans.sink_window(1, 2, length), return_lse=True)
     assert_type(pair, tuple[Tensor, Tensor])
+    blocks = flash_online.BlockList.topk(flash_online.block_scores(query, key, (64, 64)), 2, causal=True)
+    assert_type(flash_online.attention(query, key, value, blocks=blocks), Tensor)
     assert_type(flash_online.spans.to_mask(length, length, **flash_online.spans.prefix(ids[:, 0], length)), Tensor)
     bounds = torch.tensor([[0, 2]] * length, dtype=torch.int32)
     lengths = torch.tensor([length] * query.shape[0], dtype=torch.int32)

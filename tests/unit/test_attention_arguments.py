@@ -1,4 +1,4 @@
-"""The named tuples of attention's arguments have the order of the operators' schemas, where spans come last."""
+"""The named tuples of attention's arguments have the order of the operators' schemas, where spans and tiles come last."""
 
 from __future__ import annotations
 
@@ -19,26 +19,31 @@ def names(operator) -> list[str]:
     return [argument.name for argument in operator.default._schema.arguments]
 
 
-def without_spans(kind) -> list[str]:
-    *fields, query_spans, key_spans = kind._fields
-    assert [query_spans, key_spans] == SPANS
-    return fields
+def first_and_last(kind) -> tuple[list[str], list[str]]:
+    """The tensors that come first in a schema, and those that come last."""
+    fields = list(kind._fields)
+    count = fields.index(SPANS[0])
+    assert fields[count:] in (SPANS, [*SPANS, "tiles"])
+    return fields[:count], fields[count:]
 
 
 def test_forward_operators():
-    assert names(OPS.attention_forward) == [*without_spans(AttentionTensors), *OPTIONS, *SPANS]
+    tensors, last = first_and_last(AttentionTensors)
+    assert names(OPS.attention_forward) == [*tensors, *OPTIONS, *last]
     lengths = ["max_seqlen_q", "max_seqlen_k"]
-    assert names(OPS.attention_varlen_forward) == [*without_spans(VarlenTensors), *lengths, *OPTIONS, *SPANS]
+    tensors, last = first_and_last(VarlenTensors)
+    assert names(OPS.attention_varlen_forward) == [*tensors, *lengths, *OPTIONS, *last]
 
 
 def test_backward_operators():
     options, results = AttentionOptions(*OPTIONS), ["out", "lse", "lse_low"]
     gradients = ["grad_out", "grad_lse"]
     own = options.for_backward("mask_grad", "deterministic")
-    assert names(OPS.attention_backward) == [*gradients, *without_spans(AttentionTensors), *results, *own, *SPANS]
+    tensors, last = first_and_last(AttentionTensors)
+    assert names(OPS.attention_backward) == [*gradients, *tensors, *results, *own, *last]
     lengths, own = ["max_seqlen_q", "max_seqlen_k"], options.for_backward("deterministic")
-    tensors = without_spans(VarlenTensors)
-    assert names(OPS.attention_varlen_backward) == [*gradients, *tensors, *results, *lengths, *own, *SPANS]
+    tensors, last = first_and_last(VarlenTensors)
+    assert names(OPS.attention_varlen_backward) == [*gradients, *tensors, *results, *lengths, *own, *last]
     returned = [result.name.removeprefix("grad_") for result in OPS.attention_backward.default._schema.returns]
     assert returned == list(AttentionGradients._fields)
 

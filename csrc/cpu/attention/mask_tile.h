@@ -14,6 +14,7 @@ namespace flash_online::cpu::FLASH_ONLINE_ISA {
 constexpr int64_t kQueries = 64;  // queries per tile, in the lanes of vectors; as many as a word of visibility has bits
 constexpr int64_t kKeys = 64;  // keys per block, at most; blocks begin at multiples of kKeyStep
 constexpr int64_t kKeyStep = 32;
+constexpr int64_t kListTile = 64;  // queries and keys per number of AttentionProblem::tiles
 
 // Queries [first, first + rows) of a head, in padded(rows) lanes.
 struct QueryTile {
@@ -164,6 +165,28 @@ inline void read_spans(const AttentionProblem& problem, const QueryTile& query, 
   }
 }
 
+// What the list of blocks says about a tile: `problem.tiles` has a number for each 64 queries and 64 keys, and a block of keys
+// may lie in two of these.
+static_assert(kQueries == kListTile && kKeys <= kListTile);
+inline bool is_listed(const AttentionProblem& problem, const QueryTile& query, int64_t key) {
+  const auto& [data, stride] = problem.tiles;
+  return data[query.batch * stride[0] + query.head * stride[1] + query.first / kListTile * stride[2] +
+              key / kListTile * stride[3]] != 0;
+}
+inline SpanKind kind_of_list(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count) {
+  const bool first = is_listed(problem, query, begin), last = is_listed(problem, query, begin + count - 1);
+  return first != last ? SpanKind::kMixed : first ? SpanKind::kWhole : SpanKind::kHidden;
+}
+// Clears visible[k] for the keys begin + k whose tile is not listed.
+inline void hide_unlisted(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
+                          uint64_t* visible) {
+  const int64_t next = std::min((begin / kListTile + 1) * kListTile - begin, count);  // the first key of the second tile
+  if (is_listed(problem, query, begin))
+    std::fill(visible + next, visible + count, 0);
+  else
+    std::fill(visible, visible + next, 0);
+}
+
 // Returns the bits of the tile's queries that see a key by position. They are neighbours, since both bounds of keys_of grow
 // with the query.
 inline uint64_t visible_by_position(const Visibility& visible, const QueryTile& query, int64_t key) {
@@ -200,14 +223,17 @@ template <class A>
 __attribute__((noinline)) bool load_mask(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
                                          MaskTile<A>& mask) {
   mask.has_hidden = mask.has_bias = false;
+  const SpanKind listed = problem.tiles.data ? kind_of_list(problem, query, begin, count) : SpanKind::kWhole;
+  if (listed == SpanKind::kHidden) return false;
   const SpanKind spans = problem.has_spans() ? kind_of_spans(problem, query, begin, count) : SpanKind::kWhole;
   if (spans == SpanKind::kHidden) return false;
   const bool all_visible = all_see(problem.visible, query.first, query.end(), begin, begin + count, problem.keys);
-  if (all_visible && !problem.mask.data && spans == SpanKind::kWhole) return true;
+  if (all_visible && !problem.mask.data && spans == SpanKind::kWhole && listed == SpanKind::kWhole) return true;
   for (int64_t k = 0; k < count; ++k)
     mask.visible[k] = all_visible ? ~uint64_t{0} : visible_by_position(problem.visible, query, begin + k);
   if (problem.mask.data && problem.mask_dtype == DType::kBool) read_bool_mask(problem, query, begin, count, mask.visible);
   if (spans == SpanKind::kMixed) read_spans(problem, query, begin, count, mask.visible);
+  if (listed == SpanKind::kMixed) hide_unlisted(problem, query, begin, count, mask.visible);
 
   const uint64_t present = query.rows == kQueries ? ~uint64_t{0} : (uint64_t{1} << query.rows) - 1;
   uint64_t any = 0, all = ~uint64_t{0};

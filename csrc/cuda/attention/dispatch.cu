@@ -101,6 +101,7 @@ const char* refusal(const Family<Pass>& family, const Instance<Pass>* instance, 
     return "FLASH_ONLINE_KERNEL names another";
   if (!family.is_built) return "this build has none of its kernels";
   if (!instance) return "the head dim is larger than those of this build";
+  if (pass.problem.tiles.data) return "a list of blocks, which no kernel takes yet";
   return instance->refusal(pass, gpu);
 }
 

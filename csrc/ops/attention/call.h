@@ -26,7 +26,7 @@ inline double scale_of(std::optional<double> scale, int64_t head_dim) {
 struct AttentionInputs {
   const Tensor &query, &key, &value;
   const std::optional<Tensor>&mask, &alibi_slopes, &sinks, &rng;
-  const Tensor *query_spans = nullptr, *key_spans = nullptr;
+  const Tensor *query_spans = nullptr, *key_spans = nullptr, *tiles = nullptr;
 };
 
 // The indices of dimensions: dense tensors are [batch..., heads, rows, head_dim], packed ones [rows, heads, head_dim].
@@ -45,6 +45,7 @@ inline void check_devices(const AttentionInputs& in) {
   check_device(in.rng, "rng", in.query, "query");
   if (in.query_spans) check_device(*in.query_spans, "query_spans", in.query, "query");
   if (in.key_spans) check_device(*in.key_spans, "key_spans", in.query, "query");
+  if (in.tiles) check_device(*in.tiles, "tiles", in.query, "query");
 }
 
 // Checks spans [batch..., 1 or heads, rows, 2 or 4] for tensors with these batch dimensions and heads.
@@ -60,6 +61,21 @@ inline void check_spans(const Tensor* spans, const char* name, const std::vector
   const int64_t bounds = spans->size(leading + 1);
   check((bounds == 2 || bounds == 4) && spans->stride(leading + 1) == 1, name,
         ": expected 2 or 4 bounds side by side in the last dimension, got ", shape_of(*spans));
+}
+
+// Checks tiles [batch..., 1 or heads, tiles of queries, tiles of keys], likewise.
+inline void check_tiles(const Tensor* tiles, const std::vector<int64_t>& batch_and_heads, int64_t queries, int64_t keys) {
+  if (!tiles) return;
+  constexpr int64_t kTile = 64;
+  const auto leading = static_cast<int64_t>(batch_and_heads.size());
+  check(tiles->scalar_type() == ScalarType::Bool, "tiles: expected dtype bool, got ", name_of(tiles->scalar_type()));
+  check(tiles->dim() == leading + 2, "tiles: expected ", leading + 2, " dimensions, got ", shape_of(*tiles));
+  for (int64_t i = 0; i < leading; ++i)
+    check(tiles->size(i) == 1 || tiles->size(i) == batch_and_heads[i], "tiles: expected 1 or ", batch_and_heads[i],
+          " in dimension ", i, ", got ", tiles->size(i));
+  const int64_t rows = (queries + kTile - 1) / kTile, columns = (keys + kTile - 1) / kTile;
+  check(tiles->size(leading) == rows && tiles->size(leading + 1) == columns, "tiles: expected ", rows, " x ", columns,
+        " tiles, got ", shape_of(*tiles));
 }
 
 // The view of spans but for its address and batch stride.
@@ -205,6 +221,7 @@ class DenseCall : public AttentionCall {
     check_slopes(in, sink_sizes(), "[batch..., heads]");
     check_spans(in.query_spans, "query_spans", sink_sizes(), problem_.queries);
     check_spans(in.key_spans, "key_spans", sink_sizes(), problem_.keys);
+    check_tiles(in.tiles, sink_sizes(), problem_.queries, problem_.keys);
   }
 
   std::vector<int64_t> sink_sizes() const {
@@ -250,6 +267,7 @@ class DenseCall : public AttentionCall {
     all[kWideDelta] = tensors.wide_delta;
     all[kQuerySpans] = in_.query_spans;
     all[kKeySpans] = in_.key_spans;
+    all[kTiles] = in_.tiles;
     std::vector<int64_t> sizes = sizes_of(in_.query);
     sizes.resize(dims_.batch_count());
     const Batches batches(std::span<const Tensor* const>(all), std::move(sizes));
@@ -287,6 +305,12 @@ class DenseCall : public AttentionCall {
       };
       set_spans(kQuerySpans, problem.query_spans);
       set_spans(kKeySpans, problem.key_spans);
+      if (const Tensor* const tiles = all[kTiles]) {
+        problem.tiles.data = static_cast<const uint8_t*>(pointer(kTiles));
+        problem.tiles.stride[0] = batches.inner_stride(kTiles);
+        problem.tiles.stride[1] = tiles->size(dims_.heads) == 1 ? 0 : tiles->stride(dims_.heads);
+        problem.tiles.stride[2] = tiles->stride(dims_.rows), problem.tiles.stride[3] = tiles->stride(dims_.rows + 1);
+      }
       set_view(kOut, problem.out);
       problem.lse = pointer(kLse);
       problem.lse_low = pointer(kLseLow);
@@ -333,6 +357,7 @@ class DenseCall : public AttentionCall {
     kWideDelta,
     kQuerySpans,
     kKeySpans,
+    kTiles,
     kTensorCount
   };
 

@@ -15,8 +15,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
     int64_t window_left, int64_t window_right, bool lower_right, std::optional<double> scale, double softcap, double dropout_p,
     bool tf32, std::optional<bool> /*deterministic*/, const std::optional<Tensor>& query_spans,
-    const std::optional<Tensor>& key_spans) {
-  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng, pointer_to(query_spans), pointer_to(key_spans)};
+    const std::optional<Tensor>& key_spans, const std::optional<Tensor>& tiles) {
+  const AttentionInputs in{
+      query, key, value, mask, alibi_slopes, sinks, rng, pointer_to(query_spans), pointer_to(key_spans), pointer_to(tiles)};
   return forward<Device>(DenseCall(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
 }
 
@@ -26,8 +27,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const std::optional<Tensor>& mask, const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& rng, const Tensor& out, const Tensor& lse, const Tensor& lse_low, int64_t window_left,
     int64_t window_right, bool lower_right, std::optional<double> scale, double softcap, double dropout_p, bool mask_grad,
-    bool deterministic, bool tf32, const std::optional<Tensor>& query_spans, const std::optional<Tensor>& key_spans) {
-  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng, pointer_to(query_spans), pointer_to(key_spans)};
+    bool deterministic, bool tf32, const std::optional<Tensor>& query_spans, const std::optional<Tensor>& key_spans,
+    const std::optional<Tensor>& tiles) {
+  const AttentionInputs in{
+      query, key, value, mask, alibi_slopes, sinks, rng, pointer_to(query_spans), pointer_to(key_spans), pointer_to(tiles)};
   const DenseCall call(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32});
   return backward<Device>(call, {grad_out, grad_lse, out, lse, &lse_low}, mask_grad, deterministic);
 }

@@ -190,7 +190,7 @@ template <class Device, class Call>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Call& call, const BackwardInputs& in, bool mask_grad,
                                                             bool deterministic) {
   check_backward<Device>(call, in, mask_grad);
-  const auto& [query, key, value, mask, alibi_slopes, sinks, rng, query_spans, key_spans] = call.inputs();
+  const auto& [query, key, value, mask, alibi_slopes, sinks, rng, query_spans, key_spans, tiles] = call.inputs();
   const ScalarType type = query.scalar_type(), accumulator = accumulator_of(type);
   std::optional<Tensor> grad_lse;
   if (in.grad_lse) grad_lse = as_contiguous(*in.grad_lse);

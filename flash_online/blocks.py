@@ -1,0 +1,232 @@
+"""Sparse attention by blocks: lists of the blocks of keys that each block of queries sees, and how they are chosen.
+
+    scores = flash_online.block_scores(query, key, (64, 64))
+    blocks = flash_online.BlockList.topk(scores, 16, causal=True)
+    out = flash_online.attention(query, key, value, causal=True, blocks=blocks)
+
+Lists lie on the device; no function reads them on the host, except `BlockList.from_flex`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._block_arguments import blocks_in, check_block_size, listed_blocks
+from ._checks import check_flag, check_int, check_tensor
+from ._ops import InvalidArgument
+
+__all__ = ["BlockList", "block_scores"]
+
+_DEFAULT_SIZE = (128, 128)
+_CHUNK_SCORES = 1 << 24  # scores of all heads that block_scores computes at a time, at least one block of queries
+
+
+class BlockList(NamedTuple):
+    """The blocks of keys that each block of queries sees: attention's argument `blocks`.
+
+    Attributes:
+        counts: int32 `[..., 1 or Hq, nq]`: how many blocks each block of queries sees.
+        indices: int32 `[..., 1 or Hq, nq, capacity]`, ascending: their numbers. What stands from a row's count on is not read,
+            nor is a number outside of the blocks.
+        size: rows of a block of queries and of a block of keys, 64 or 128 each; None: both are the same, and follow from how
+            many blocks the queries have. The last blocks may be shorter.
+    """
+
+    counts: Tensor
+    indices: Tensor
+    size: tuple[int, int] | None = None
+
+    @staticmethod
+    def from_mask(mask: Tensor, size: tuple[int, int] | None = None) -> BlockList:
+        """The list of a mask of whole blocks.
+
+        Args:
+            mask: bool `[..., 1 or Hq, nq, nk]`, an element per block of queries and block of keys; True: it is seen.
+            size: as in BlockList.
+
+        Raises:
+            InvalidArgument: mask or size is not as above.
+        """
+        check_tensor("mask", mask)
+        if size is not None:
+            check_block_size(size)
+        if mask.dtype != torch.bool or mask.dim() < 2:
+            raise InvalidArgument(f"mask: expected bool [..., nq, nk], got {mask.dtype} {list(mask.shape)}")
+        numbers = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
+        unseen = mask.shape[-1]
+        indices = torch.where(mask, numbers, unseen).sort(-1).values
+        return BlockList(mask.sum(-1, dtype=torch.int32), indices, size)
+
+    @staticmethod
+    def from_flex(block_mask: Any) -> BlockList:
+        """The list of a FlexAttention `BlockMask` of whole blocks. Reads it on the host, once.
+
+        Args:
+            block_mask: of torch.nn.attention.flex_attention, with blocks of 64 or 128.
+
+        Raises:
+            InvalidArgument: a block is partial, or of another size.
+        """
+        from torch.nn.attention.flex_attention import noop_mask
+
+        size = tuple(block_mask.BLOCK_SIZE)
+        check_block_size(size)
+        parts = [(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)]
+        partial = block_mask.kv_num_blocks, block_mask.kv_indices
+        if block_mask.mask_mod in (None, noop_mask):  # hides nothing, so that these blocks are whole too
+            parts.append(partial)
+        elif bool(partial[0].any()):
+            raise InvalidArgument(
+                f"block_mask: expected whole blocks, got {int(partial[0].sum())} partial ones: use query_spans, key_spans or "
+                "mask for what they hide"
+            )
+        key_blocks = partial[1].shape[-1]
+        listed = [listed_blocks(counts, indices, key_blocks) for counts, indices in parts if counts is not None]
+        seen = torch.zeros_like(partial[1], dtype=torch.bool)
+        for one in listed:
+            seen = seen | one
+        return BlockList.from_mask(seen, (size[0], size[1]))
+
+    @staticmethod
+    def dense(L: int, S: int, size: tuple[int, int] = _DEFAULT_SIZE, *, device: torch.device | str | None = None) -> BlockList:
+        """The list in which every block of L queries sees every block of S keys."""
+        check_int("L", L)
+        check_int("S", S)
+        check_block_size(size)
+        seen = torch.ones(1, blocks_in(L, size[0]), blocks_in(S, size[1]), dtype=torch.bool, device=device)
+        return BlockList.from_mask(seen, size)
+
+    @staticmethod
+    def topk(scores: Tensor, k: int, *, causal: bool = False, size: tuple[int, int] | None = None) -> BlockList:
+        """The k blocks of keys with the largest scores for each block of queries, or fewer where fewer have a score above -inf.
+
+        Args:
+            scores: floating `[..., 1 or Hq, nq, nk]`, as `block_scores` returns them.
+            k: how many, at least 1.
+            causal: blocks of keys that begin after a block of queries are left out, and the block's own keys are always among
+                the k: the block of keys with its last query.
+            size: as in BlockList; needed where blocks of queries and of keys differ.
+
+        Raises:
+            InvalidArgument: an argument is not as above.
+        """
+        check_tensor("scores", scores)
+        check_int("k", k)
+        check_flag("causal", causal)
+        if size is not None:
+            check_block_size(size)
+        if not scores.is_floating_point() or scores.dim() < 2:
+            raise InvalidArgument(f"scores: expected floating [..., nq, nk], got {scores.dtype} {list(scores.shape)}")
+        if k < 1:
+            raise InvalidArgument(f"k: expected at least 1, got {k}")
+        query_blocks, key_blocks = scores.shape[-2:]
+        if causal:
+            rows, columns = size or (1, 1)
+            numbers = torch.arange(key_blocks, device=scores.device)
+            last = (torch.arange(1, query_blocks + 1, device=scores.device) * rows - 1) // columns
+            own = last.clamp(max=key_blocks - 1).unsqueeze(-1)
+            scores = scores.masked_fill(numbers > own, -torch.inf).masked_fill(numbers == own, torch.inf)
+        values, numbers = scores.topk(min(k, key_blocks), -1)
+        chosen = values > -torch.inf
+        indices = torch.where(chosen, numbers, key_blocks).sort(-1).values
+        return BlockList(chosen.sum(-1, dtype=torch.int32), indices.to(torch.int32), size)
+
+
+def block_scores(
+    query: Tensor,
+    key: Tensor,
+    size: tuple[int, int],
+    *,
+    causal: bool = False,
+    reduce: str = "mean",
+    scale: float | None = None,
+) -> Tensor:
+    """A score for each block of queries and block of keys, from which `BlockList.topk` chooses.
+
+    Args:
+        query: `[..., Hq, L, E]`, floating.
+        key: `[..., Hk, S, E]`, of query's dtype and device. Hk divides Hq; leading dimensions are query's.
+        size: as in BlockList.
+        causal: query i sees keys j <= i only; blocks without a visible pair get -inf.
+        reduce: "mean": the score of the blocks' mean query and mean key; "max": the largest score of the visible pairs.
+        scale: 1 / sqrt(E) if None.
+
+    Returns:
+        float32 `[..., Hq, nq, nk]`. With "max", no more than 2^24 scores exist at a time, or those of one block of queries.
+
+    Raises:
+        InvalidArgument: a tensor or option is not as above.
+
+    Source: MoBA (arXiv 2502.13189), VSA (arXiv 2505.13389).
+    """
+    check_tensor("query", query)
+    check_tensor("key", key)
+    check_flag("causal", causal)
+    check_block_size(size)
+    if reduce not in ("mean", "max"):
+        raise InvalidArgument(f"reduce: expected 'mean' or 'max', got {reduce!r}")
+    fits = query.dim() == key.dim() >= 3 and query.shape[:-3] == key.shape[:-3] and query.shape[-1] == key.shape[-1]
+    if not fits or key.shape[-3] == 0 or query.shape[-3] % key.shape[-3]:
+        raise InvalidArgument(
+            f"key: expected [..., Hk, S, E] for query {list(query.shape)}, where Hk divides Hq, got {list(key.shape)}"
+        )
+    if not query.is_floating_point() or key.dtype != query.dtype or key.device != query.device:
+        raise InvalidArgument(
+            f"key: expected query's dtype {query.dtype} and device {query.device}, got {key.dtype} and {key.device}"
+        )
+    if scale is None:
+        scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
+    if reduce == "max":
+        return _largest_scores(query, key, size, causal, scale)
+    means = [_means(rows, length) for rows, length in zip((query, key), size, strict=True)]
+    scores = means[0] @ _per_query_head(means[1], query).transpose(-1, -2) * scale
+    if not causal:
+        return scores
+    last = _ends(query.shape[-2], size[0], query.device) - 1
+    first = torch.arange(scores.shape[-1], device=query.device) * size[1]
+    return scores.masked_fill(first > last.unsqueeze(-1), -torch.inf)
+
+
+def _per_query_head(key: Tensor, query: Tensor) -> Tensor:
+    return key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+
+
+def _ends(length: int, size: int, device: torch.device) -> Tensor:
+    """The end of each block of a sequence."""
+    return ((torch.arange(blocks_in(length, size), device=device) + 1) * size).clamp(max=length)
+
+
+def _means(rows: Tensor, size: int) -> Tensor:
+    """float32 `[..., blocks, E]`: the mean row of each block."""
+    length = rows.shape[-2]
+    blocks = blocks_in(length, size)
+    padded = torch.nn.functional.pad(rows.float(), (0, 0, 0, blocks * size - length))
+    sums = padded.unflatten(-2, (blocks, size)).sum(-2)
+    ends = _ends(length, size, rows.device)
+    counts = ends - torch.arange(blocks, device=rows.device) * size
+    return sums / counts.unsqueeze(-1)
+
+
+def _largest_scores(query: Tensor, key: Tensor, size: tuple[int, int], causal: bool, scale: float) -> Tensor:
+    length, keys = query.shape[-2], key.shape[-2]
+    query_blocks, key_blocks = blocks_in(length, size[0]), blocks_in(keys, size[1])
+    key = torch.nn.functional.pad(_per_query_head(key.float(), query), (0, 0, 0, key_blocks * size[1] - keys))
+    columns = torch.arange(key.shape[-2], device=query.device)
+    heads = query.shape[:-2].numel()
+    at_once = max(1, _CHUNK_SCORES // max(1, heads * key.shape[-2] * size[0]))
+    results = []
+    for block in range(0, query_blocks, at_once):
+        begin, end = block * size[0], min((block + at_once) * size[0], length)
+        scores = query[..., begin:end, :].float() @ key.transpose(-1, -2) * scale
+        hidden = columns >= keys
+        if causal:
+            hidden = hidden | (columns > torch.arange(begin, end, device=query.device).unsqueeze(-1))
+        scores = scores.masked_fill(hidden, -torch.inf).unflatten(-1, (key_blocks, size[1])).amax(-1)
+        count = blocks_in(end - begin, size[0])
+        padded = torch.nn.functional.pad(scores, (0, 0, 0, count * size[0] - (end - begin)), value=-torch.inf)
+        results.append(padded.unflatten(-2, (count, size[0])).amax(-2))
+    empty = query.new_empty((*query.shape[:-2], 0, key_blocks), dtype=torch.float32)
+    return torch.cat(results, -2) if results else empty
