@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._checks import check_tensor
 from ._ops import InvalidArgument, is_known
+from ._span_arguments import check_leading
 
 LIST_TILE = 64  # rows of a tile; csrc/core/problem.h
 BLOCK_SIZES = (64, 128)
@@ -92,13 +93,8 @@ def _checked(blocks: Any, query: Tensor, batch_and_heads: Sequence[int]) -> tupl
         )
     if is_known(indices.shape[-2] != counts.shape[-1]):
         raise InvalidArgument(f"blocks.indices: expected {counts.shape[-1]} blocks of queries, got {indices.shape[-2]}")
-    for name, leading in (("blocks.counts", counts.shape[:-1]), ("blocks.indices", indices.shape[:-2])):
-        pairs = zip(reversed(leading), reversed(batch_and_heads), strict=False)
-        if len(leading) > len(batch_and_heads) or any(is_known(own != 1) and is_known(own != full) for own, full in pairs):
-            raise InvalidArgument(
-                f"{name}: expected leading dimensions that broadcast to {list(batch_and_heads)} (batch and heads), got "
-                f"{list(leading)}"
-            )
+    check_leading("blocks.counts", counts, counts.dim() - 1, batch_and_heads)
+    check_leading("blocks.indices", indices, indices.dim() - 2, batch_and_heads)
     if query.is_cuda:
         raise NotImplementedError("flash_online.attention: blocks: expected None on CUDA, which has no kernel for them yet")
     return counts, indices, size

@@ -33,13 +33,17 @@ def check_spans(name: str, spans: Tensor, batch_and_heads: Sequence[int], length
     heads = expected[-1] if expected else 1
     if leading and is_known(leading[-1] != 1) and is_known(leading[-1] != heads):
         raise InvalidArgument(f"{name}: expected 1 or query's {heads} heads (dimension -3), got {leading[-1]}")
-    fits = len(leading) <= len(expected) and not any(
-        is_known(size != 1) and is_known(size != full)
-        for size, full in zip(reversed(leading), reversed(expected), strict=False)
-    )
-    if not fits:
+    check_leading(name, spans, len(leading), expected)
+
+
+def check_leading(name: str, tensor: Tensor, leading: int, batch_and_heads: Sequence[int]) -> None:
+    """Raises InvalidArgument unless the first `leading` dimensions broadcast to the sizes `batch_and_heads`, and do not enlarge
+    them."""
+    sizes = zip(reversed(tensor.shape[:leading]), reversed(batch_and_heads), strict=False)
+    if leading > len(batch_and_heads) or any(is_known(size != 1) and is_known(size != full) for size, full in sizes):
         raise InvalidArgument(
-            f"{name}: expected leading dimensions that broadcast to {expected} (batch and heads), got {list(spans.shape)}"
+            f"{name}: expected leading dimensions that broadcast to {list(batch_and_heads)} (batch and heads), got "
+            f"{list(tensor.shape)}"
         )
 
 

@@ -8,7 +8,7 @@ import functools
 
 import pytest
 import torch
-from gradients import run
+from gradients import run, without_lse
 from instruction_sets import run_tests, skip_unless_lesser
 from span_cases import random_spans
 
@@ -177,12 +177,7 @@ def test_compiled(dynamic, device):
     *tensors, blocks, mask = draw(torch.float32, (133, 140), size=(128, 64))
     compiled = torch.compile(lambda q, k, v, **o: flash_online.attention(q, k, v, **o), fullgraph=True, dynamic=dynamic)
 
-    def ours(*tensors, return_lse, **words):
-        return compiled(*tensors, **words), torch.zeros(())
-
-    def theirs(*tensors, return_lse, **words):
-        return flash_online.attention(*tensors, **words), torch.zeros(())
-
+    ours, theirs = without_lse(compiled), without_lse(flash_online.attention)
     for one, other in zip(run(ours, tensors, blocks=blocks), run(theirs, tensors, mask=mask), strict=True):
         assert torch.equal(one, other)
 

@@ -8,7 +8,7 @@ import functools
 
 import pytest
 import torch
-from gradients import run
+from gradients import run, without_lse
 from instruction_sets import run_tests, skip_unless_lesser
 from torch.autograd import forward_ad
 
@@ -220,12 +220,7 @@ def test_compiled(dynamic, device):
     *tensors, given, mask = draw(torch.float32, (33, 40), kinds=(2, 1))
     compiled = torch.compile(lambda q, k, v, **o: flash_online.attention(q, k, v, **o), fullgraph=True, dynamic=dynamic)
 
-    def ours(*tensors, return_lse, **words):
-        return compiled(*tensors, **words), torch.zeros(())
-
-    def theirs(*tensors, return_lse, **words):
-        return flash_online.attention(*tensors, **words), torch.zeros(())
-
+    ours, theirs = without_lse(compiled), without_lse(flash_online.attention)
     for one, other in zip(run(ours, tensors, **given), run(theirs, tensors, mask=mask), strict=True):
         assert torch.equal(one, other)
     packed = [t[0].transpose(0, 1) for t in tensors]

@@ -67,7 +67,7 @@ struct BackwardSm90Kernel {
   static constexpr int kSpanWarps = 2;
   // A warp finds the blocks of queries ahead of the one that loads them.
   static constexpr bool kHasScheduler = kTakesSpans && kPersistent;
-  // Masks come by TransposedMask, and not by MaskTile, and are applied by a schedule that expects one.
+  // Masks come by TransposedMask, and not by MaskTile. With a scheduler, spans' bits are applied where position is.
   static constexpr bool kTransposed = kHasMaskMap && !kAllOptions && !kHasScheduler;
   static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1;
   // Takes the head dims of narrower rows as well.
