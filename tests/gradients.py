@@ -11,7 +11,7 @@ def run(function, tensors, seed=0, **options):
     extra = {name: options[name].detach().requires_grad_() for name in ("sinks", "mask") if is_floating(options.get(name))}
     torch.manual_seed(seed)
     out, lse = function(*leaves, return_lse=True, **options | extra)
-    weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
     ((out.float() * weights).sum() + torch.where(lse.isinf(), 0, lse).sum()).backward()
     return out, lse, *(leaf.grad for leaf in (*leaves, *extra.values()))
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import POSITIONS
+from gradients import run
 from oracle import Attention, Packed
 
 import flash_online
+from flash_online import reference
+from flash_online.testing import assert_close_to_float64
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ours_alone")]
 
@@ -75,3 +78,17 @@ def test_masks_and_alibi(dtype, lengths, made):
     made = {"heads": (4, 2, 2), "head_dims": (256, 256)} | made
     mask_dtype = dtype if made.get("mask") in ("float", "-inf") else None
     Attention(dtype=dtype, batch=(2,), lengths=lengths, mask_dtype=mask_dtype, **made).check("cuda")
+
+
+@pytest.mark.parametrize("head_dim", [160, 192, 256])
+def test_masks_of_hidden_clear_and_mixed_blocks(head_dim):
+    """Two CTAs share a block of queries. Where it is hidden from one of them and clear for the other, the first needs its bits:
+    those of a mixed block stand in shared memory."""
+    g = torch.Generator().manual_seed(0)
+    kinds = torch.randint(3, (1, 2, 12, 10), generator=g).repeat_interleave(64, -2).repeat_interleave(64, -1)
+    mask = ((kinds == 1) | ((kinds == 2) & (torch.rand(kinds.shape, generator=g) < 0.5)))[..., :750, :600].cuda()
+    tensors = [torch.randn(2, 2, n, head_dim, generator=g).cuda().bfloat16() for n in (750, 600, 600)]
+    ours = run(flash_online.attention, tensors, mask=mask)
+    plain, truth = (run(reference.attention, [t.to(d) for t in tensors], mask=mask) for d in (torch.bfloat16, torch.float64))
+    for name, one, other, true in zip(("out", "lse", "dq", "dk", "dv"), ours, plain, truth, strict=True):
+        assert_close_to_float64(one, other, true, name=name)

@@ -204,8 +204,6 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     block.query = query;
     block.all_visible = all_visible(tile, query) && !(kHasScheduler && mask_flags);
     block.dq_offset = (first_row_block + int64_t{number} * (kQueries / kStatsRows)) * (kStatsRows * dq_accum_width(a.space));
-    // Where this CTA's keys are all hidden and the other CTA's are not, the block is not skipped: its bits hide it.
-    if constexpr (kPipelined && kHasMaskMap) mask_flags = (mask_flags >> rank() & (kVisible | kMixed)) == kVisible ? 0 : kMixed;
     if constexpr (kHasMaskMap) block.mask_flags = mask_flags;
     if constexpr (kPersistent) block.last = last, block.third = third;
   }
@@ -213,6 +211,8 @@ struct BackwardSm90Kernel<T, Config>::Producer {
   // Loads a block of queries, the CTA's `count`-th; without a scheduler it also announces it.
   __device__ static void load_block(const BackwardSm90Arguments& a, Shared& shared, const BackwardWorkTile& tile, int count,
                                     int head, int number, int mask_flags, bool last = false, bool third = false) {
+    // Where this CTA's keys are all hidden and the other CTA's are not, the block is not skipped: its bits hide it.
+    if constexpr (kPipelined && kHasMaskMap) mask_flags = (mask_flags >> rank() & (kVisible | kMixed)) == kVisible ? 0 : kMixed;
     const int stage = count % 2, query = number * kQueries, row = tile.first_query + query, batch = tile.batch,
               first_row_block = static_cast<int>(cuda::first_row_block(a.problem, a.space.list, tile.batch, head));
     // Once the stage is free, the math warpgroups wait for the loads. Divisions and reads of shared memory, slow while products
