@@ -60,7 +60,7 @@ def cell_table(results: list[dict]) -> list[str]:
     """TFLOP/s, forward / backward; microseconds for short and host cells."""
     group = results[0]["family"]
     names = list(dict.fromkeys(name for r in results for name in r["providers"]))
-    rated = group in ("plain", "features", "between", "packed")
+    rated = group in ("plain", "features", "between", "packed", "spans", "blocks")
     keys = [f"{d}_{'tflop_per_s' if rated else 'ms'}" for d in ("forward", "step" if group == "host" else "backward")]
 
     def value(entry: dict | None) -> str:

@@ -34,6 +34,7 @@ PAGES = {
     ROOT / "README.md": {("attention", "decode", "cuda", "cpu", "training"): readme_page},
     ROOT / "docs" / "performance" / "rows.md": {"cpu": case_page, "cuda": case_page, "odd": odd_page},
     ROOT / "docs" / "performance" / "attention.md": {"attention": attention_page, "training": training_page},
+    ROOT / "docs" / "performance" / "sparse.md": {"sparse": attention_page},
     ROOT / "docs" / "performance" / "attention_sm80.md": {"attention_sm80_*": general_page},
     ROOT / "docs" / "performance" / "decode.md": {"decode": decode_page},
     ROOT / "docs" / "performance" / "distributed.md": {"distributed": distributed_page},

@@ -76,11 +76,11 @@ def run_odd(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
 
 
 def run_attention(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    cells = attention.chosen(options.cases, options.match, options.quick, options.kernel)
+    cells = attention.chosen(options.cases, options.match, options.quick, options.kernel, options.sparse)
     if options.list:
         print("\n".join(f"{c.family:9} {c.kind:26} {c.label}, {str(c.dtype)[6:]}" for c in cells))
         return 0
-    device, name = gpu_unless_quick(parser, options), "attention"
+    device, name = gpu_unless_quick(parser, options), "sparse" if options.sparse else "attention"
     if options.kernel:  # a record per GPU: one must not replace another
         name = f"{name}_{options.kernel}_{machine.in_a_file_name(machine.device_name(device))}"
     path = out_of(parser, options, name, len(cells))
@@ -188,10 +188,11 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     command = add("attention", run_attention, "attention on a GPU, cell by cell, against FA3, cuDNN, torch and FlexAttention")
     add_measuring(command, 0.3)
     groups = dict.fromkeys(cell.family for cell in attention_cases.GENERAL)
-    add_choice(command, list(attention_cases.CELLS | groups), attention_peers.PEERS)
+    add_choice(command, list(attention_cases.CELLS | attention_cases.SPARSE | groups), attention_peers.PEERS)
     add_fa3(command)
     general = "only the general kernels, which every GPU but Hopper's runs anyway, against FlashAttention-2; cells of its own"
     command.add_argument("--kernel", choices=("sm80",), help=general)
+    command.add_argument("--sparse", action="store_true", help="the cells with spans and lists of blocks instead of all others")
     command = add("decode", run_decode, "attention over cached keys on a GPU, against FA3, cuDNN, torch and FlashInfer")
     add_measuring(command, 0.3)
     add_choice(command, list(decode_cases.CELLS), decode_peers.PEERS)

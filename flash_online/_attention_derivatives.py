@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors, default_scale
-from ._block_arguments import LIST_TILE
+from ._block_arguments import LIST_TILE, tile_keys
 from ._ops import accumulator_of, ops, without_autocast
 from ._span_arguments import in_spans
 
@@ -176,7 +176,7 @@ def _scores(call: _Call, begin: int, end: int, products: Tensor):
         visible = visible & in_spans(rows, call.key_spans.unsqueeze(-3))
     if call.tiles is not None:
         rows = torch.arange(begin, end, device=products.device) // LIST_TILE
-        visible = visible & call.tiles[..., rows, :][..., columns // LIST_TILE]
+        visible = visible & call.tiles[..., rows, :][..., columns // tile_keys(call.tiles, call.k.shape[-2])]
     if call.mask is not None and call.mask.dtype == torch.bool:
         visible = visible & _rows(call.mask, -2, begin, end, torch.bool)
     elif call.mask is not None:

@@ -1,4 +1,4 @@
-"""The argument `blocks`: checks, and the form that operators take, tiles of 64 queries and 64 keys."""
+"""The argument `blocks`: checks, and the form that operators take, tiles of 64 queries and 64 or 128 keys."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ._checks import check_tensor
-from ._ops import InvalidArgument, is_known
+from ._ops import InvalidArgument, below_autograd, direct_call, is_known, ops
+from ._plain import are_plain_numbers
 from ._span_arguments import check_leading
 
-LIST_TILE = 64  # rows of a tile; csrc/core/problem.h
+LIST_TILE = 64  # queries of a tile; csrc/core/problem.h
 BLOCK_SIZES = (64, 128)
+_block_tiles, _run_block_tiles = direct_call(ops.block_tiles), below_autograd(ops.block_tiles)
 
 
 def check_block_size(size: Any) -> None:
@@ -27,11 +29,30 @@ def blocks_in(length: int, size: int) -> int:
     return (length + size - 1) // size
 
 
+def try_fast_tiles(blocks: Sequence[Any], query: Tensor, shape: torch.Size, keys: int) -> Tensor | None:
+    """`tiles_of_blocks` of plain tensors for a query of this shape, [B, Hq, L, E]: counts of two or three dimensions, and sizes
+    of 1 where they broadcast. None for any other list: the caller then runs all checks."""
+    counts, indices, size = blocks
+    if type(counts) is not Tensor or type(size) is not tuple or len(size) != 2 or not 2 <= counts.dim() <= 3:
+        return None
+    rank = counts.dim()
+    if not are_plain_numbers(counts, query, rank) or not are_plain_numbers(indices, query, rank + 1):
+        return None
+    rows, columns = size
+    sizes = counts.shape
+    if sizes != indices.shape[:-1] or rows not in BLOCK_SIZES or columns not in BLOCK_SIZES:
+        return None
+    if sizes[-1] != blocks_in(shape[2], rows) or sizes[-2] not in (1, shape[1]) or rank == 3 and sizes[0] not in (1, shape[0]):
+        return None
+    tiles = _run_block_tiles(counts, indices, rows, columns, shape[2], keys)
+    return tiles if rank == 3 else tiles.unsqueeze(0)
+
+
 def tiles_of_blocks(
     blocks: tuple[Tensor, Tensor, tuple[int, int] | None] | None, query: Tensor, batch_and_heads: Sequence[int], keys: int
 ) -> Tensor | None:
-    """A list of blocks as the operators take it: bool `[..., 1 or Hq, tiles of queries, tiles of keys]`, with the dimensions of
-    `batch_and_heads`, `[..., Hq]`, and size 1 where it broadcasts. Reads no value on the host.
+    """A list of blocks as the operators take it: bool `[..., 1 or Hq, tiles of queries, blocks of keys]`, with the dimensions
+    of `batch_and_heads`, `[..., Hq]`, and size 1 where it broadcasts. Reads no value on the host.
 
     Args:
         blocks: counts, indices and size of a BlockList.
@@ -41,7 +62,6 @@ def tiles_of_blocks(
 
     Raises:
         TypeError, InvalidArgument: blocks is no list of these lengths.
-        NotImplementedError: the device has no kernel for lists.
     """
     if blocks is None:
         return None
@@ -51,29 +71,27 @@ def tiles_of_blocks(
         rows = columns = next((rows for rows in BLOCK_SIZES if counts.shape[-1] == blocks_in(queries, rows)), BLOCK_SIZES[0])
     else:
         rows, columns = size
-    key_blocks = blocks_in(keys, columns)
     if is_known(counts.shape[-1] != blocks_in(queries, rows)):
         raise InvalidArgument(
             f"blocks: expected counts of {blocks_in(queries, rows)} blocks of {rows} queries (last dimension), got "
             f"{counts.shape[-1]}"
         )
-    listed = listed_blocks(counts, indices, key_blocks)
-    for dim, rows_per_block, length in ((-2, rows, queries), (-1, columns, keys)):
-        if rows_per_block != LIST_TILE:
-            listed = listed.repeat_interleave(rows_per_block // LIST_TILE, dim).narrow(dim, 0, blocks_in(length, LIST_TILE))
-    while listed.dim() < len(batch_and_heads) + 2:
-        listed = listed.unsqueeze(0)
-    return listed
+    if counts.shape != indices.shape[:-1]:
+        shape = torch.broadcast_shapes(counts.shape, indices.shape[:-1])
+        counts, indices = counts.expand(shape), indices.expand(*shape, -1)
+    tiles = _block_tiles(counts, indices, rows, columns, queries, keys)
+    return tiles.view((1,) * (len(batch_and_heads) + 2 - tiles.dim()) + tiles.shape)
+
+
+def tile_keys(tiles: Tensor, keys: int) -> int:
+    """The keys of a tile of `tiles_of_blocks`."""
+    return next(size for size in BLOCK_SIZES if tiles.shape[-1] == blocks_in(keys, size))
 
 
 def listed_blocks(counts: Tensor, indices: Tensor, key_blocks: int) -> Tensor:
     """bool `[..., nq, key_blocks]`: whether each block of keys is listed. Indices from a row's count on, and those that are no
     block's, count as none."""
-    numbers = torch.arange(indices.shape[-1], device=indices.device)
-    valid = (numbers < counts.unsqueeze(-1)) & (indices >= 0) & (indices < key_blocks)
-    places = torch.where(valid, indices, key_blocks).long()  # one more block, which is cut off
-    listed = torch.zeros(*places.shape[:-1], key_blocks + 1, dtype=torch.bool, device=places.device)
-    return listed.scatter(-1, places, True)[..., :key_blocks]
+    return _block_tiles(counts, indices, LIST_TILE, LIST_TILE, counts.shape[-1] * LIST_TILE, key_blocks * LIST_TILE)
 
 
 def _checked(blocks: Any, query: Tensor, batch_and_heads: Sequence[int]) -> tuple[Tensor, Tensor, tuple[int, int] | None]:
@@ -95,6 +113,4 @@ def _checked(blocks: Any, query: Tensor, batch_and_heads: Sequence[int]) -> tupl
         raise InvalidArgument(f"blocks.indices: expected {counts.shape[-1]} blocks of queries, got {indices.shape[-2]}")
     check_leading("blocks.counts", counts, counts.dim() - 1, batch_and_heads)
     check_leading("blocks.indices", indices, indices.dim() - 2, batch_and_heads)
-    if query.is_cuda:
-        raise NotImplementedError("flash_online.attention: blocks: expected None on CUDA, which has no kernel for them yet")
     return counts, indices, size

@@ -508,6 +508,31 @@ def _cache_append_fake(key_cache, value_cache, key, value, query, *rest):
 _register("cache_append_", _cache_append_fake, _no_vmap("cache_append_"), _no_flops)
 
 
+def _block_tiles_fake(counts, indices, rows, columns, queries, keys):
+    return counts.new_empty([*counts.shape[:-1], (queries + 63) // 64, (keys + columns - 1) // columns], dtype=torch.bool)
+
+
+def _block_tiles_vmap(info, in_dims, counts, indices, *options):
+    lists = (_front(tensor, dim, info.batch_size) for tensor, dim in zip((counts, indices), in_dims[:2], strict=True))
+    return ops.block_tiles.default(*lists, *options), 0
+
+
+_register("block_tiles", _block_tiles_fake, _block_tiles_vmap, _no_flops)
+
+
+def _block_topk_fake(scores, k, causal, rows, columns):
+    count = min(k, scores.shape[-1]) if isinstance(scores.shape[-1], int) else torch.sym_min(k, scores.shape[-1])
+    lists = scores.shape[:-1]
+    return scores.new_empty(lists, dtype=torch.int32), scores.new_empty([*lists, count], dtype=torch.int32)
+
+
+def _block_topk_vmap(info, in_dims, scores, *options):
+    return ops.block_topk.default(_front(scores, in_dims[0], info.batch_size), *options), (0, 0)
+
+
+_register("block_topk", _block_topk_fake, _block_topk_vmap, _no_flops)
+
+
 def _attention_dropout_mask_fake(rng, batch_begin, batch, heads, query_begin, queries, keys, dropout_p):
     return rng.new_empty([batch, heads, queries, keys], dtype=torch.bool)
 

@@ -21,7 +21,7 @@ from ._autograd import (
     requires_grad,
     unwrap_if_dead,
 )
-from ._block_arguments import tiles_of_blocks
+from ._block_arguments import tiles_of_blocks, try_fast_tiles
 from ._canonicalize import canonicalize, cast_and_check, check_attention, expand_slopes, window_bounds
 from ._checks import none_as_zero, unexpected_keyword, without_others
 from ._ops import accumulator_of, below_autograd, ops, surfaced
@@ -115,7 +115,7 @@ def attention(
         query_spans: int32 `[..., 1 or Hq, L, 2 or 4]`: one or two intervals [begin, end) of keys that each query may see;
             leading dimensions broadcast, bounds are clamped. `flash_online.spans` makes them.
         key_spans: int32 `[..., 1 or Hq, S, 2 or 4]`: the intervals of queries that may see each key, likewise.
-        blocks: a `flash_online.BlockList`: a block of queries sees the listed blocks of keys alone. On the CPU.
+        blocks: a `flash_online.BlockList`: a block of queries sees the listed blocks of keys alone.
         softcap: limits scores to (-softcap, softcap) with a tanh; 0 is none.
         alibi_slopes: `[Hq]` or `[..., Hq]`, positive slopes; no gradient.
         sinks: `[Hq]`, one logit per head that joins the denominator only; differentiable.
@@ -145,11 +145,11 @@ def attention(
     if blocks is not None and not isinstance(blocks, BlockList):
         raise TypeError(f"blocks: expected a BlockList or None, got {type(blocks).__name__}")
     softcap = none_as_zero(softcap)
-    plain = window is alibi_slopes is sinks is deterministic is blocks is None and alignment == "upper_left"
+    plain = window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left"
     plain = plain and type(softcap) in NUMBERS and type(dropout_p) in NUMBERS and type(causal) is bool
     if plain and not (softcap or dropout_p or return_lse):
-        if query_spans is not None or key_spans is not None:
-            out = try_fast_spans(query, key, value, query_spans, key_spans, causal, scale) if mask is None else None
+        if query_spans is not None or key_spans is not None or blocks is not None:
+            out = try_fast_sparse(query, key, value, query_spans, key_spans, blocks, causal, scale) if mask is None else None
         elif mask is None:
             out = try_fast_path(query, key, value, causal, scale, True)
         else:
@@ -180,7 +180,7 @@ def attention(
 # |---------------------|----------------------------|-----------------------|----------------------------------------|
 # | _run_inference      | plain (try_fast_path)      | causal, scale         | none                                   |
 # | ..._with_options    | plain (try_fast_masked)    | mask, causal, scale   | none                                   |
-# | _run_forward        | plain (try_fast_spans)     | spans, causal, scale  | none                                   |
+# | _run_forward        | plain (try_fast_sparse)    | sparse, causal, scale | none                                   |
 # | _lean_attention     | plain (try_fast_path)      | causal, scale         | autograd, outside torch.func           |
 # | attention_inference | canonicalized              | causal, scale         | none, or the dispatcher's              |
 # | ..._with_options    | canonicalized              | all but dropout       | none, or the dispatcher's              |
@@ -249,16 +249,18 @@ def try_fast_masked(
         raise surfaced(error, query) from None
 
 
-def try_fast_spans(
+def try_fast_sparse(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     query_spans: Tensor | None,
     key_spans: Tensor | None,
+    blocks: BlockList | None,
     causal: bool,
     scale: float | None,
 ) -> Tensor | None:
-    """`try_fast_path` with spans int32 of four dimensions, neighbouring bounds, and sizes of 1 where they broadcast."""
+    """`try_fast_path` with spans int32 of four dimensions, neighbouring bounds, and sizes of 1 where they broadcast, and with a
+    list as `try_fast_tiles` takes it."""
     if not are_plain("scaled_dot_product_attention", query, (key, value)):
         return None
     shape, key_shape, value_shape = query.shape, key.shape, value.shape
@@ -276,11 +278,14 @@ def try_fast_spans(
         scale = default_scale(shape[-1])
     elif type(scale) is not float:
         return None
+    tiles = None if blocks is None else try_fast_tiles(blocks, query, shape, key_shape[2])
+    if tiles is None and blocks is not None:
+        return None
     tensors, options = (query, key, value, None, None, None, None), plain_options(causal, scale, tf32_for(query))
     try:
         if is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            return _attention(*tensors, query_spans, key_spans, None, options)[0]
-        return _run_forward(*tensors, *options, query_spans, key_spans)[0]
+            return _attention(*tensors, query_spans, key_spans, tiles, options)[0]
+        return _run_forward(*tensors, *options, query_spans, key_spans, tiles)[0]
     except RuntimeError as error:
         raise surfaced(error, query) from None
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ._block_arguments import blocks_in, check_block_size, listed_blocks
 from ._checks import check_flag, check_int, check_tensor
-from ._ops import InvalidArgument
+from ._ops import InvalidArgument, direct_call, ops
 
 __all__ = ["BlockList", "block_scores"]
 
 _DEFAULT_SIZE = (128, 128)
+_block_topk = direct_call(ops.block_topk)
 _CHUNK_SCORES = 1 << 24  # scores of all heads that block_scores computes at a time, at least one block of queries
 
 
@@ -102,6 +103,7 @@ class BlockList(NamedTuple):
     @staticmethod
     def topk(scores: Tensor, k: int, *, causal: bool = False, size: tuple[int, int] | None = None) -> BlockList:
         """The k blocks of keys with the largest scores for each block of queries, or fewer where fewer have a score above -inf.
+        Of equal scores the first blocks are chosen; scores are compared as float32.
 
         Args:
             scores: floating `[..., 1 or Hq, nq, nk]`, as `block_scores` returns them.
@@ -122,17 +124,26 @@ class BlockList(NamedTuple):
             raise InvalidArgument(f"scores: expected floating [..., nq, nk], got {scores.dtype} {list(scores.shape)}")
         if k < 1:
             raise InvalidArgument(f"k: expected at least 1, got {k}")
-        query_blocks, key_blocks = scores.shape[-2:]
-        if causal:
-            rows, columns = size or (1, 1)
-            numbers = torch.arange(key_blocks, device=scores.device)
-            last = (torch.arange(1, query_blocks + 1, device=scores.device) * rows - 1) // columns
-            own = last.clamp(max=key_blocks - 1).unsqueeze(-1)
-            scores = scores.masked_fill(numbers > own, -torch.inf).masked_fill(numbers == own, torch.inf)
-        values, numbers = scores.topk(min(k, key_blocks), -1)
-        chosen = values > -torch.inf
-        indices = torch.where(chosen, numbers, key_blocks).sort(-1).values
-        return BlockList(chosen.sum(-1, dtype=torch.int32), indices.to(torch.int32), size)
+        counts, indices = _block_topk(scores.detach().float(), k, causal, *(size or (1, 1)))
+        return BlockList(counts, indices, size)
+
+    def transpose(self, key_blocks: int | None = None) -> BlockList:
+        """The list of the blocks of queries that see each block of keys.
+
+        Args:
+            key_blocks: how many blocks of keys there are; None: the largest number in the list says so, read on the host.
+
+        Returns:
+            A list with counts `[..., 1 or Hq, key_blocks]` and a size in the other order. Its transpose has the same blocks.
+        """
+        counts, indices, size = self
+        if key_blocks is None:
+            valid = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+            key_blocks = int(torch.where(valid, indices, -1).max()) + 1 if valid.numel() else 0
+        check_int("key_blocks", key_blocks)
+        shape = torch.broadcast_shapes(counts.shape, indices.shape[:-1])
+        seen = listed_blocks(counts.expand(shape), indices.expand(*shape, -1), key_blocks)
+        return BlockList.from_mask(seen.transpose(-1, -2), None if size is None else (size[1], size[0]))
 
 
 def block_scores(
@@ -182,7 +193,7 @@ def block_scores(
     if reduce == "max":
         return _largest_scores(query, key, size, causal, scale)
     means = [_means(rows, length) for rows, length in zip((query, key), size, strict=True)]
-    scores = means[0] @ _per_query_head(means[1], query).transpose(-1, -2) * scale
+    scores = (means[0] * scale) @ _per_query_head(means[1], query).transpose(-1, -2)
     if not causal:
         return scores
     last = _ends(query.shape[-2], size[0], query.device) - 1
@@ -201,30 +212,39 @@ def _ends(length: int, size: int, device: torch.device) -> Tensor:
 
 def _means(rows: Tensor, size: int) -> Tensor:
     """float32 `[..., blocks, E]`: the mean row of each block."""
-    length = rows.shape[-2]
-    blocks = blocks_in(length, size)
-    padded = torch.nn.functional.pad(rows.float(), (0, 0, 0, blocks * size - length))
-    sums = padded.unflatten(-2, (blocks, size)).sum(-2)
-    ends = _ends(length, size, rows.device)
-    counts = ends - torch.arange(blocks, device=rows.device) * size
-    return sums / counts.unsqueeze(-1)
+    whole = rows.shape[-2] // size
+    rest = rows.shape[-2] - whole * size
+    means = rows.narrow(-2, 0, whole * size).unflatten(-2, (whole, size)).mean(-2, dtype=torch.float32)  # reads rows once
+    if not rest:
+        return means
+    return torch.cat([means, rows.narrow(-2, whole * size, rest).mean(-2, keepdim=True, dtype=torch.float32)], -2)
+
+
+def _products(query: Tensor, key: Tensor) -> Tensor:
+    """float32 query key^T. On CUDA tensor cores compute those of 16-bit tensors, unless a derivative is needed."""
+    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not needs_grad:
+        heads = query.shape[:-2]
+        products = torch.bmm(query.flatten(0, -3), key.flatten(0, -3).transpose(-1, -2), out_dtype=torch.float32)
+        return products.unflatten(0, heads)
+    return query.float() @ key.float().transpose(-1, -2)
 
 
 def _largest_scores(query: Tensor, key: Tensor, size: tuple[int, int], causal: bool, scale: float) -> Tensor:
     length, keys = query.shape[-2], key.shape[-2]
     query_blocks, key_blocks = blocks_in(length, size[0]), blocks_in(keys, size[1])
-    key = torch.nn.functional.pad(_per_query_head(key.float(), query), (0, 0, 0, key_blocks * size[1] - keys))
+    key = torch.nn.functional.pad(_per_query_head(key, query), (0, 0, 0, key_blocks * size[1] - keys))
     columns = torch.arange(key.shape[-2], device=query.device)
     heads = query.shape[:-2].numel()
     at_once = max(1, _CHUNK_SCORES // max(1, heads * key.shape[-2] * size[0]))
     results = []
     for block in range(0, query_blocks, at_once):
         begin, end = block * size[0], min((block + at_once) * size[0], length)
-        scores = query[..., begin:end, :].float() @ key.transpose(-1, -2) * scale
-        hidden = columns >= keys
+        scores = _products(query[..., begin:end, :], key).mul_(scale)
         if causal:
-            hidden = hidden | (columns > torch.arange(begin, end, device=query.device).unsqueeze(-1))
-        scores = scores.masked_fill(hidden, -torch.inf).unflatten(-1, (key_blocks, size[1])).amax(-1)
+            scores.masked_fill_(columns > torch.arange(begin, end, device=query.device).unsqueeze(-1), -torch.inf)
+        scores[..., keys:] = -torch.inf
+        scores = scores.unflatten(-1, (key_blocks, size[1])).amax(-1)
         count = blocks_in(end - begin, size[0])
         padded = torch.nn.functional.pad(scores, (0, 0, 0, count * size[0] - (end - begin)), value=-torch.inf)
         results.append(padded.unflatten(-2, (count, size[0])).amax(-2))

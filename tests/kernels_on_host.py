@@ -74,8 +74,8 @@ AttentionProblem = structure(
     "b dtype, b mask_dtype, b tf32, q batch, q heads, q key_heads, q value_heads, q queries, q keys, q head_dim, q head_dim_v, "
     "q batch_begin, View4 query, View4 key, View4 value, View4 mask, p alibi_slopes, q alibi_stride * 2, p sinks, p rng, "
     "p query_starts, p key_starts, q total_queries, q total_keys, CacheView cache, Visibility visible, b lower_right, d scale, "
-    "d softcap, d dropout, View4 out, p lse, p lse_low, q lse_stride * 2, View4 tiles, SpanView query_spans, "
-    "SpanView key_spans",
+    "d softcap, d dropout, View4 out, p lse, p lse_low, q lse_stride * 2, View4 tiles, i tile_keys, "
+    "SpanView query_spans, SpanView key_spans",
 )
 AttentionGradients = structure(
     "AttentionGradients",
@@ -110,9 +110,10 @@ def problem_of(
     tf32=False,
     query_spans=None,
     key_spans=None,
+    blocks=None,
 ) -> AttentionProblem:
     """Tensors are [B, H, L, E], or packed [T, H, E] with the int32 `starts` of queries and keys alike. Spans are [H, rows, 2 or
-    4]. They must outlive it."""
+    4]. `blocks`: bool tiles [H, tiles of 64 queries, tiles], and the keys of a tile. All must outlive it."""
     packed = starts is not None
     heads, key_heads = query.shape[1], key.shape[1]
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
@@ -135,6 +136,9 @@ def problem_of(
     for name, spans in (("query_spans", query_spans), ("key_spans", key_spans)):
         if spans is not None:
             setattr(problem, name, SpanView(spans.data_ptr(), (0, *spans.stride()[:2]), spans.shape[-1] // 2))
+    if blocks is not None:
+        tiles, problem.tile_keys = blocks
+        problem.tiles = View4(tiles.data_ptr(), (0, *tiles.stride()))
     if slopes is not None:
         problem.alibi_slopes = slopes.data_ptr()
         problem.alibi_stride[1] = 1

@@ -7,12 +7,14 @@ import math
 from dataclasses import dataclass, field, fields
 
 import torch
+from block_cases import mask_of_list, random_blocks
 from devices import skip_without_room
 from span_cases import random_spans
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_online
 from flash_online import reference
+from flash_online._span_arguments import in_spans
 from flash_online.testing import assert_close_to_float64, lay_out, random_tensor
 
 
@@ -86,7 +88,8 @@ class Attention:
     alibi: int = 0  # the rank of the slopes, 0 for none
     sinks: bool = False
     spans: tuple = (0, 0)  # the intervals of query_spans and of key_spans, 0 for none
-    head_spans: bool = False  # whether each head, and each batch, has spans of its own
+    head_spans: bool = False  # whether each head, and each batch, has spans, and a list of blocks, of its own
+    blocks: tuple | None = None  # the size of the blocks of a list
     size: float = 1.0  # standard deviation of query, key and value
     level: float = 1.0  # that of the products of query and key is this many times as large
     wanted: str = "qkvms"  # the inputs that a gradient is wanted for
@@ -165,6 +168,15 @@ class Attention:
         sides = zip(("query_spans", "key_spans"), self.spans, self.rows(), places[::-1], strict=True)
         return {name: random_spans(g, leading, own, other, n) for name, n, own, other in sides if n}
 
+    def lists(self, device: str) -> dict:
+        """A list of blocks as an argument, if the problem has one."""
+        if self.blocks is None:
+            return {}
+        g = torch.Generator().manual_seed(self.seed + 3)
+        leading = (*self.batch, self.heads[0]) if self.head_spans else ()
+        density = (0.1, 0.5, 0.9)[self.seed % 3]
+        return {"blocks": random_blocks(g, leading, self.lengths, self.blocks, density, device)[0]}
+
     def _head_inputs(self, g, batch) -> dict[str, torch.Tensor]:
         made = {}
         accumulator = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -191,7 +203,7 @@ class Attention:
                 leaves[n].requires_grad_()
             positional = [*(leaves[n] for n in ("query", "key", "value")), *self.arguments(device)]
             rest = {n: t for n, t in leaves.items() if n not in ("query", "key", "value")}
-            out, lse = function(*positional, **rest, **self.options, **more, return_lse=True)
+            out, lse = function(*positional, **rest, **self.lists(device), **self.options, **more, return_lse=True)
             results = {"out": out, "lse": lse}
             if names:
                 pairs = [(out, grad_out.to(out.dtype))]
@@ -255,13 +267,7 @@ class Attention:
         """Whether torch's own function can be asked for the same results: with a mask for what it has no option for."""
         if device != "cpu" and names == ["mask"]:  # its backward kernel then reads an lse that its forward did not make
             return False
-        beyond = (
-            self.sinks
-            or any(self.spans)
-            or grad_lse is not None
-            or self.options.get("softcap")
-            or self.options.get("dropout_p")
-        )
+        beyond = self.sinks or grad_lse is not None or self.options.get("softcap") or self.options.get("dropout_p")
         return not (beyond or 0 in (*self.rows(), *self.head_dims) or self.dtype == torch.float64)
 
     def _magnitudes(self, inputs, grad_out) -> dict[str, float]:
@@ -334,10 +340,19 @@ class Packed(Attention):
         return False  # not for a comparison in one call
 
 
-def torch_attention(query, key, value, mask=None, alibi_slopes=None, *, scale=None, return_lse=True, **visibility):
+def torch_attention(
+    query, key, value, mask=None, alibi_slopes=None, *, query_spans=None, key_spans=None, blocks=None, scale=None,
+    return_lse=True, **visibility,
+):  # fmt: skip
     """torch's scaled_dot_product_attention, by its fused kernel where that takes the call; no lse."""
     heads, (queries, keys) = query.shape[-3], (query.shape[-2], key.shape[-2])
     hidden = ~reference.visible(queries, keys, **visibility).to(query.device)
+    if query_spans is not None:
+        hidden = hidden | ~in_spans(torch.arange(keys, device=query.device), query_spans.unsqueeze(-2))
+    if key_spans is not None:
+        hidden = hidden | ~in_spans(torch.arange(queries, device=query.device).unsqueeze(-1), key_spans.unsqueeze(-3))
+    if blocks is not None:
+        hidden = hidden | ~mask_of_list(blocks, queries, keys)
     bias = query.new_zeros(queries, keys)
     if alibi_slopes is not None:
         shift = keys - queries if visibility.get("alignment") == "lower_right" else 0

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_online import spans
+from flash_online import BlockList, spans
 
 from ..case import Case
+from . import block_patterns
 from .span_patterns import PATTERNS, Pattern, count_pairs
 
 TOKENS, HIDDEN = 16384, 2048  # of every plain cell
@@ -28,7 +29,9 @@ class Cell(Case):
     (with causal: a query sees itself and the W keys before it); `band` W (it also sees the W keys after it); `softcap`;
     `alibi`; `mask` "random" ([1, 1, L, L], half of it visible), "heads" ([1, H, L, L], likewise), "padding" ([B, 1, 1, L]) or
     "blocks" (a quarter of the blocks of 64 x 64 visible); `bias` "frozen" or "learned" ([1, H, L, L]); `dropout` p;
-    `deterministic`; `tf32`, which lets every provider round float32 factors; `spans`, a name of span_patterns.PATTERNS.
+    `deterministic`; `tf32`, which lets every provider round float32 factors; `spans`, a name of span_patterns.PATTERNS;
+    `blocks`, a name of block_patterns.PATTERNS, with `size`, queries and keys of a block, and `density`, the share of blocks
+    that are listed.
     `lengths`: lengths of packed sequences, instead of B and L.
     """
 
@@ -49,14 +52,16 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 
 class Problem:
     """A cell's tensors, the same numbers in every run: query, key, value, grad (the output's) [B, H, L, E], packed [T, H, E];
-    `mask` of four dimensions, `blocks` (bool, its blocks), `slopes` [H], `starts` int32 and `longest`, `pattern` (of spans) if
-    the cell has them.
+    `mask` of four dimensions, `blocks` (bool, its blocks), `slopes` [H], `starts` int32 and `longest`, `pattern` (of spans),
+    `listed` (bool [H, blocks, blocks]) and `list`, a BlockList of it, if the cell has them.
     """
 
     def __init__(self, cell: Cell, device: str):
         self.cell, self.device, self.options = cell, device, dict(cell.options)
         self.mask = self.blocks = self.slopes = self.starts = self.longest = None
         self.pattern: Pattern | None = None
+        self.listed: Tensor | None = None
+        self.list: BlockList | None = None
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -77,6 +82,11 @@ class Problem:
             self.slopes = torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
         if name := self.options.get("spans"):
             self.pattern = PATTERNS[name](cell.sizes["L"], device)
+        if name := self.options.get("blocks"):
+            size, density = self.options["size"], self.options["density"]
+            blocks = length // size
+            self.listed = block_patterns.PATTERNS[name](heads, blocks, max(1, round(density * blocks)), generator)
+            self.list = BlockList.from_mask(self.listed, (size, size))
         if bias := self.options.get("bias"):
             self.mask = normal(1, heads, length, length).requires_grad_(bias == "learned")
         elif (kind := self.options.get("mask")) == "random":
@@ -112,6 +122,8 @@ class Problem:
         batch, length = self.cell.sizes["B"], self.cell.sizes["L"]
         if self.pattern is not None:
             return batch * heads * count_pairs(length, **self.pattern.spans)
+        if self.listed is not None:
+            return batch * int(self.listed.sum()) * self.options["size"] ** 2
         if self.mask is not None and self.mask.dtype == torch.bool:
             return int(self.mask.sum()) * (batch * heads * length**2 // self.mask.numel())
         if band := self.options.get("band"):
@@ -127,10 +139,15 @@ class Problem:
         head_dim_v = self.cell.sizes.get("Ev", head_dim)
         return self.visible_pairs() * (2 * (head_dim + head_dim_v) if direction == "forward" else 6 * head_dim + 4 * head_dim_v)
 
-    def mask_of_spans(self) -> Tensor:
-        """The bool mask that the cell's spans stand for, [1, 1, L, L]."""
-        length = self.cell.sizes["L"]
-        return spans.to_mask(length, length, **self.pattern.spans).view(1, 1, length, length)
+    def dense_mask(self, heads: slice = slice(None)) -> Tensor | None:
+        """`mask`, or the bool mask that the cell's spans, or some heads' lists of blocks, stand for, [1, 1 or H, L, L]."""
+        length = self.cell.sizes.get("L")
+        if self.pattern is not None:
+            return spans.to_mask(length, length, **self.pattern.spans).view(1, 1, length, length)
+        if self.listed is not None:
+            size = self.options["size"]
+            return self.listed[heads].repeat_interleave(size, -2).repeat_interleave(size, -1)[None]
+        return self.mask
 
     # --- What is checked: the query heads of the first key head, in one batch entry or in some packed sequences ---------------
 
@@ -257,6 +274,27 @@ def _spans() -> list[Cell]:
     ]
 
 
+def _blocks() -> list[Cell]:
+    def cell(pattern: str, size: int, density: float, length: int) -> Cell:
+        sizes = {"B": 1, "H": 16, "L": length, "E": 128}
+        return Cell("blocks", sizes, {"blocks": pattern, "size": size, "density": density}, kind=f"size {size}")
+
+    at_both_lengths = {"random": (0.25, 0.1), "everything": (1.0,)}
+    at_one = {"random": (0.5, 0.25, 0.1, 0.05), "local": (0.25, 0.1), "everything": (1.0,)}
+    patterns = {
+        (16384, 128): at_one,
+        (16384, 64): at_one | {"video": (0.25, 0.1)},
+        (32768, 128): at_both_lengths,
+        (32768, 64): at_both_lengths,
+    }
+    return [
+        cell(pattern, size, density, length)
+        for (length, size), of_size in patterns.items()
+        for pattern, densities in of_size.items()
+        for density in densities
+    ]
+
+
 def _short() -> list[Cell]:
     shapes = ((1, 128, 16, 64), (8, 128, 16, 64), (64, 128, 12, 64), (64, 256, 16, 64), (16, 577, 16, 64), (8, 1024, 16, 80))
     shapes += ((128, 64, 8, 32),)
@@ -295,10 +333,10 @@ CELLS = {
     "features": _features(),
     "between": _between(),
     "packed": _packed(),
-    "spans": _spans(),
     "short": _short(),
     "host": [Cell("host", {"B": 1, "H": 8, "L": 128, "E": 64}, kind="host")],
 }
+SPARSE = {"spans": _spans(), "blocks": _blocks()}  # what --sparse measures
 GENERAL = _general()  # what --kernel sm80 measures
 # A check of the benchmark itself: seconds in total, on any device.
 QUICK = [
@@ -322,6 +360,16 @@ QUICK = [
     *(
         Cell("spans", {"B": 1, "H": 2, "L": 128, "E": 32}, {"spans": pattern}, torch.float32, "E 128")
         for pattern in ("documents", "prefix", "4 sinks, window 1024")
+    ),
+    *(
+        Cell(
+            "blocks",
+            {"B": 1, "H": 2, "L": 512, "E": 32},
+            {"blocks": pattern, "size": 64, "density": density},
+            torch.float32,
+            "size 64",
+        )
+        for pattern, density in (("random", 0.25), ("video", 0.5), ("everything", 1.0))
     ),
     Cell(
         "packed",

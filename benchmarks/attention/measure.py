@@ -29,7 +29,7 @@ from ..attention_pages import attention_terminal_summary, general_terminal_summa
 from ..peers import PEER_TOLERANCE, Unavailable
 from ..summary import DIRECTIONS, FLASH, MATH, OURS
 from ..timing import EventTimer, GraphTimer, HostTimer, interleave, matmul
-from .cases import CELLS, GENERAL, GENERAL_QUICK, QUICK, Cell, Problem
+from .cases import CELLS, GENERAL, GENERAL_QUICK, QUICK, SPARSE, Cell, Problem
 from .peers import KERNEL_PEERS, Call, providers
 from .summary import CUDNN, EFFICIENT, summarize, targets
 
@@ -48,7 +48,7 @@ def expected(problem: Problem, dtype: torch.dtype) -> list[Tensor]:
     plain torch's error."""
     results = []
     slopes = None if problem.slopes is None else problem.slopes[: problem.cell.group_size].to(dtype)
-    whole = problem.mask if problem.pattern is None else problem.mask_of_spans()
+    whole = problem.dense_mask(slice(0, problem.cell.group_size))
     for piece in problem.pieces():
         leaves = [problem.part(t.detach(), piece, n == 0).to(dtype) for n, t in enumerate(problem.leaves)]
         mask = None
@@ -272,11 +272,15 @@ def line(result: dict) -> str:
     return f"{result['kind']:20} {result['case']:44} matmul {result['matmul']['tflop_per_s']:.0f}; " + ", ".join(parts)
 
 
-def chosen(groups: list[str] | None, match: str | None, quick: bool, kernel: str | None = None) -> list[Cell]:
-    """The cells of these groups that have `match` in their title; with a kernel family those of `cases.GENERAL`."""
+def chosen(groups: list[str] | None, match: str | None, quick: bool, kernel: str | None, sparse: bool) -> list[Cell]:
+    """The cells of these groups that have `match` in their title; with a kernel family those of `cases.GENERAL`, and of
+    `cases.SPARSE` where `sparse` says so or a group is named."""
     if kernel:
         return harness.chosen(GENERAL_QUICK if quick else GENERAL, groups, match)
-    return harness.chosen(QUICK if quick else [cell for group in CELLS.values() for cell in group], groups, match)
+    if quick:
+        return harness.chosen(QUICK, groups, match)
+    named = CELLS | SPARSE if groups else SPARSE if sparse else CELLS
+    return harness.chosen([cell for group in named.values() for cell in group], groups, match)
 
 
 def require_kernel(kernel: str, device: str) -> None:

@@ -25,10 +25,11 @@ from flash_online.integrations import torch_sdpa
 from ..peers import MAX_SCORE_BYTES, Unavailable
 from ..summary import BY_REGISTRY, FLASH, MATH, OURS, TORCH
 from .cases import Problem
-from .summary import BY_MASK, BY_OVERRIDE, CUDNN, DEFAULT, DENSE, DROP_IN, EFFICIENT, FA3, FLEX, PACKED, VARLEN
+from .summary import BY_MASK, BY_OVERRIDE, CUDNN, DEFAULT, DENSE, DROP_IN, EFFICIENT, FA3, FLEX, PACKED, PLAIN, VARLEN
 
 FA3_VARIABLE = "FLASH_ATTENTION_3"  # path of the library that registers torch.ops.flash_attn_3
 KERNEL_VARIABLE = "FLASH_ONLINE_KERNEL"  # the family of CUDA kernels; the library reads it in its first call
+MAX_MASK_BYTES = 4 << 30  # of a bool mask that takes the place of lists
 NOT_IN_SDPA = ("window", "band", "softcap", "alibi")
 
 
@@ -60,6 +61,8 @@ def _our_options(problem: Problem) -> dict:
         options["alibi_slopes"] = problem.slopes
     if problem.pattern is not None:
         options |= problem.pattern.spans
+    if problem.list is not None:
+        options["blocks"] = problem.list
     return options
 
 
@@ -116,6 +119,15 @@ def ours_by_default(problem: Problem) -> Call:
     return ours(problem.without("deterministic"))
 
 
+def ours_without_list(problem: Problem) -> Call:
+    """The plain call, for comparison with a list of all blocks."""
+    if not bool(problem.listed.all()):
+        raise Unavailable("the list hides blocks")
+    plain = problem.without()
+    plain.list = None
+    return ours(plain)
+
+
 def ours_all_visible(problem: Problem) -> Call:
     """With a mask that hides nothing, for comparison with a mask of hidden blocks of the same size."""
     dense = problem.without()
@@ -124,10 +136,12 @@ def ours_all_visible(problem: Problem) -> Call:
 
 
 def ours_by_mask(problem: Problem) -> Call:
-    """Spans as a bool mask of L x L."""
+    """Spans, or lists of blocks, as a bool mask of L x L."""
+    if problem.listed is not None and problem.listed.numel() * problem.options["size"] ** 2 > MAX_MASK_BYTES:
+        raise Unavailable(f"the mask takes more than {MAX_MASK_BYTES >> 30} GiB")
     dense = problem.without()
-    dense.mask = problem.mask_of_spans()
-    dense.pattern = None
+    dense.mask = problem.dense_mask()
+    dense.pattern = dense.list = None
     return dataclasses.replace(ours(dense), problem=problem)
 
 
@@ -256,7 +270,7 @@ def _backend(backend: SDPBackend, deterministic: bool | None):
 
 def flex(problem: Problem) -> Call:
     """FlexAttention, compiled again for every cell."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
     if problem.device != "cuda":
         raise Unavailable("it is compiled for CUDA alone here")
@@ -278,9 +292,17 @@ def flex(problem: Problem) -> Call:
     torch.compiler.reset()
     torch._functorch.config.donated_buffer = False  # the timer reuses a step's graph for its next sample
     length = problem.query.shape[-2]
-    hides = blocks is not None or pattern is not None or problem.options.get("causal", False)
+    if problem.list is not None:
+        counts, indices, size = problem.list
+        indices = indices.clamp(max=indices.shape[-1] - 1)  # what stands after a count has to be a block, too
+        whole = counts[None], indices[None]
+        block_mask = BlockMask.from_kv_blocks(torch.zeros_like(whole[0]), whole[1], *whole, BLOCK_SIZE=size)
+    elif blocks is not None or pattern is not None or problem.options.get("causal", False):
+        block_mask = create_block_mask(visible, None, None, length, length, device=problem.query.device)
+    else:
+        block_mask = None
     options = {
-        "block_mask": create_block_mask(visible, None, None, length, length, device=problem.query.device) if hides else None,
+        "block_mask": block_mask,
         "score_mod": score if cap or slopes is not None else None,
         "enable_gqa": problem.cell.group_size > 1,
     }
@@ -312,6 +334,7 @@ PROVIDERS: dict[str, Callable[[Problem], Call]] = {
     DROP_IN: ours_dropped_in,
     DEFAULT: ours_by_default,
     DENSE: ours_all_visible,
+    PLAIN: ours_without_list,
     BY_MASK: ours_by_mask,
     PACKED: packed(ours),
     FA3: packed(fa3),
@@ -333,6 +356,7 @@ IN_GROUP = {
     "between": (OURS, FA3, CUDNN, FLASH, EFFICIENT, MATH),
     "packed": (OURS, FA3, VARLEN),
     "spans": (OURS, BY_MASK, PACKED, FA3, FLEX),
+    "blocks": (OURS, BY_MASK, PLAIN, FLEX),
     "short": (OURS, FA3, CUDNN, FLASH, EFFICIENT),
     "host": (OURS, DROP_IN, FA3, CUDNN, FLASH, EFFICIENT, MATH),
     "calls": (TORCH, BY_OVERRIDE, BY_REGISTRY),

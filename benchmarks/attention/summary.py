@@ -12,7 +12,7 @@ FA3, CUDNN, EFFICIENT, FLEX, VARLEN = "FA3", "cuDNN", "torch efficient", "FlexAt
 # Variants of our call: not peers, but targets may compare with them.
 DROP_IN, DEFAULT, DENSE = f"{OURS}, drop-in", f"{OURS}, default", f"{OURS}, all visible"
 BY_OVERRIDE = f"{OURS} by override"
-BY_MASK, PACKED = f"{OURS}, bool mask", f"{OURS}, packed"
+BY_MASK, PACKED, PLAIN = f"{OURS}, bool mask", f"{OURS}, packed", f"{OURS}, no list"
 FORWARD, BACKWARD = (("forward",), ("backward",))
 MIB = 1 << 20
 GROUPS = {
@@ -21,6 +21,7 @@ GROUPS = {
     "between": "Shapes between the others",
     "packed": "Packed sequences, causal",
     "spans": "Spans",
+    "blocks": "Lists of blocks",
     "short": "Short sequences, replayed from a CUDA graph",
     "host": "The host's part of a call",
     "calls": "Calls of torch's function, with the host's time",
@@ -94,10 +95,15 @@ def _of(group: str, *kinds: str, **sizes: int) -> Callable[[dict], bool]:
     )
 
 
+def _is_sparse(result: dict, size: int) -> bool:
+    return _of("blocks", f"size {size}")(result) and 0.1 <= result["options"]["density"] <= 0.25
+
+
 def _long_packed(result: dict) -> bool:
     return result["family"] == "packed" and result["kind"] != "512 of 64"
 
 
+_WHOLE = ("prefix", "shared question", "tree", "frames")  # patterns that see most of their blocks as a whole
 TARGETS = (
     Target("plain", _of("plain"), (FA3, CUDNN), 1.04, 0.95, FORWARD),
     Target("plain, E 64", _of("plain", E=64), (FA3, CUDNN), 1.08, None, FORWARD),
@@ -134,9 +140,7 @@ TARGETS = (
     Target("packed, 512 of 64", _of("packed", "512 of 64"), (VARLEN,), None, 2.0),
     Target(
         "spans, L 32768: prefix, shared question, tree, frames",
-        lambda r: (
-            _of("spans", "E 128", L=32768)(r) and r["options"]["spans"] in ("prefix", "shared question", "tree", "frames")
-        ),
+        lambda r: _of("spans", "E 128", L=32768)(r) and r["options"]["spans"] in _WHOLE,
         (FLEX,),
         None,
         1.6,
@@ -150,7 +154,15 @@ TARGETS = (
     ),
     Target("spans", _of("spans", "E 64", "E 256"), (FLEX,), None, 1.3),
     Target("spans: documents", lambda r: _of("spans", "E 128")(r), (PACKED,), None, 0.95),
+    Target("lists of blocks", _of("blocks"), (FLEX,), None, 1.5),
+    Target("lists of all blocks", lambda r: r["options"].get("blocks") == "everything", (PLAIN,), None, 0.96),
     Target("short, in a CUDA graph", _of("short"), (), None, 1.0, FORWARD),
+)
+# TFLOP/s of visible pairs, forward and backward.
+MIN_RATES = (
+    ("spans, L 32768", lambda r: _of("spans", "E 128", L=32768)(r) and r["options"]["spans"] in _WHOLE, (600, 480)),
+    ("lists of 10 and 25 % of blocks of 128", lambda r: _is_sparse(r, 128), (520, 430)),
+    ("lists of 10 and 25 % of blocks of 64", lambda r: _is_sparse(r, 64), (450, 350)),
 )
 MAX_STEP_MIB = 1100  # for a bias with gradient; the gradient itself takes 512
 MAX_US = {"forward": 12.0, "step": 100.0}  # for the host group
@@ -171,6 +183,11 @@ def targets(results: list[dict]) -> list[dict]:
                 target.each,
                 (direction,),
             )
+    for name, is_member, least in MIN_RATES:
+        members = [r for r in results if is_member(r) and OURS in r["providers"]]
+        for direction, rate in zip(DIRECTIONS, least, strict=True):
+            rate_of = lambda r, d: r["providers"][OURS][f"{d}_tflop_per_s"]  # noqa: E731
+            found += judge(f"TFLOP/s of {name}", members, rate_of, None, rate, (direction,))
     for result in results:
         ours = result["providers"].get(OURS)
         if ours and result["kind"] == "bias with gradient":

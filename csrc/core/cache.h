@@ -114,9 +114,9 @@ constexpr int64_t kFewRows = 64;  // of the query heads that share a key head, o
 // Returns whether a forward pass has few rows. One that a backward pass follows has not: its rows have the bits that they have
 // in a longer call (docs/accuracy.md, row independence).
 constexpr bool has_few_rows(const AttentionProblem& problem) {
-  return !problem.query_starts && !problem.lse_low && !problem.has_spans() && !problem.tiles.data && problem.dropout == 0 &&
-         problem.key_heads > 0 && problem.key_heads == problem.value_heads && problem.batch > 0 && problem.queries > 0 &&
-         problem.keys > 0 && problem.heads / problem.key_heads * problem.queries <= kFewRows;
+  return !problem.query_starts && !problem.lse_low && !problem.is_sparse() && problem.dropout == 0 && problem.key_heads > 0 &&
+         problem.key_heads == problem.value_heads && problem.batch > 0 && problem.queries > 0 && problem.keys > 0 &&
+         problem.heads / problem.key_heads * problem.queries <= kFewRows;
 }
 
 // The same problem over cached keys, which are cut into `kv_splits`; 0: as the kernel chooses.

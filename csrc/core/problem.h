@@ -116,11 +116,14 @@ struct AttentionProblem {
   void* lse_low = nullptr;
   int64_t lse_stride[2] = {};  // of batch and head, for all arrays with one scalar per query
 
-  // [batch, heads, tiles of 64 queries, tiles of 64 keys]: 0 where no query of a tile may see any of its keys; no data: all may
+  // [batch, heads, tiles of 64 queries, tiles of tile_keys keys]: 0 where no query of a tile may see any of its keys; no data:
+  // all may
   View4<const uint8_t*> tiles;
+  int tile_keys = 64;  // or 128
   SpanView query_spans;  // [batch, heads, queries, ..]: the keys that a query may see
   SpanView key_spans;  // [batch, heads, keys, ..]: the queries that may see a key
   FLASH_ONLINE_HD constexpr bool has_spans() const { return query_spans.data || key_spans.data; }
+  FLASH_ONLINE_HD constexpr bool is_sparse() const { return has_spans() || tiles.data; }
 };
 
 FLASH_ONLINE_HD unsigned score_mods(const AttentionProblem& problem) {
@@ -210,6 +213,56 @@ constexpr int64_t lse_row(const MergeProblem& problem, int64_t row) {
 struct MergeGradients {
   const void* grad_out = nullptr;  // [rows, head_dim], contiguous
   const void* grad_lse = nullptr;  // [rows], accumulator type, contiguous
+};
+
+// Lists of blocks of keys, one list per block of queries, and the tiles of AttentionProblem that they name. Tiles have the keys
+// of a block.
+struct BlockListProblem {
+  static constexpr int64_t kTile = 64;  // queries of a tile
+  const int32_t *counts = nullptr, *indices = nullptr;  // [lists], [lists, capacity]: any values
+  int64_t lists = 0, capacity = 0;
+  int64_t query_blocks = 0;  // of a head: so many lists, one after another
+  int64_t rows = 1;  // of tiles in a block
+  int64_t query_tiles = 0, key_tiles = 0;  // of a head; the last block may have fewer rows than the others
+  uint8_t* tiles = nullptr;  // [lists / query_blocks, query_tiles, key_tiles]: 1 or 0
+
+  // The tiles of a list's block of queries: `row_tiles(list)` rows of key_tiles.
+  FLASH_ONLINE_HD constexpr uint8_t* tiles_of(int64_t list) const {
+    return tiles + (list / query_blocks * query_tiles + list % query_blocks * rows) * key_tiles;
+  }
+  FLASH_ONLINE_HD constexpr int64_t row_tiles(int64_t list) const {
+    const int64_t left = query_tiles - list % query_blocks * rows;
+    return left < rows ? left : rows;
+  }
+  // What counts of a list's numbers.
+  FLASH_ONLINE_HD constexpr int64_t length(int64_t list) const {
+    const int64_t count = counts[list];
+    return count < 0 ? 0 : count < capacity ? count : capacity;
+  }
+  // Sets the tiles of a list's n-th block; a number of no block sets none.
+  FLASH_ONLINE_HD constexpr void set(int64_t list, int64_t n) const {
+    const int64_t block = indices[list * capacity + n];
+    if (block < 0 || block >= key_tiles) return;
+    for (int64_t row = 0; row < row_tiles(list); ++row) tiles_of(list)[row * key_tiles + block] = 1;
+  }
+};
+
+// The lists of the blocks of keys with the largest scores, one list per row of scores.
+struct BlockTopkProblem {
+  const float* scores = nullptr;  // [lists, key_blocks]; NaN and -inf are not chosen
+  int64_t lists = 0, key_blocks = 0;
+  int64_t k = 0;  // blocks in a list at most: from 1 to key_blocks
+  // Under a causal mask: blocks of keys after the one with a block's last query are not chosen, and that one always is.
+  bool causal = false;
+  int64_t query_blocks = 0;  // of a head: so many lists, one after another
+  int64_t rows = 1, columns = 1;  // of a block of queries and of a block of keys, in any unit
+  int32_t *counts = nullptr, *indices = nullptr;  // [lists], [lists, k]; what follows a list's count is key_blocks
+
+  // The block of keys with the last query of a list's block of queries.
+  FLASH_ONLINE_HD constexpr int64_t own(int64_t list) const {
+    const int64_t block = ((list % query_blocks + 1) * rows - 1) / columns;
+    return block < key_blocks ? block : key_blocks - 1;
+  }
 };
 
 // A copy of a block of memory, of any strides: `unit` bytes (1, 2, 4, 8 or 16; addresses are multiples of it) at a time.

@@ -19,7 +19,8 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   // may have fewer digits than float32, but no fewer than tf32; no effect elsewhere. deterministic: whether the derivative's
   // backward pass must be reproducible; None asks torch at this call. query_spans, key_spans: int32 [..., 1 or heads, queries
   // or keys, 2 or 4], the intervals of keys that a query may see, and of queries that may see a key. tiles: bool [..., 1 or
-  // heads, tiles of 64 queries, tiles of 64 keys], where any query may see any key. Their batch dimensions may be 1.
+  // heads, tiles of 64 queries, tiles of 64 or 128 keys], where any query may see any key; how many there are says which. Their
+  // batch dimensions may be 1.
   define(m,
          "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
          "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, "
@@ -66,6 +67,14 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
          "Tensor lse_low, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool lower_right, "
          "float? scale, float softcap, float dropout_p, bool deterministic, bool tf32=False, Tensor? query_spans=None, "
          "Tensor? key_spans=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)");
+  // From lists of blocks, counts [..., blocks of queries] and indices [..., blocks of queries, capacity] (int32, any values),
+  // to `tiles` of attention_forward, [..., tiles of queries, blocks of keys]. A block has `rows` queries and `columns` keys,
+  // multiples of 64.
+  define(m, "block_tiles(Tensor counts, Tensor indices, int rows, int columns, SymInt queries, SymInt keys) -> Tensor");
+  // The k blocks of keys with the largest scores (float32 [..., blocks of queries, blocks of keys]) as a list: counts and
+  // ascending indices, int32 [...] and [..., k]. NaN and -inf are left out. causal: so are blocks of keys after the one with the
+  // block's last query, which is always among them; a block has `rows` queries and `columns` keys.
+  define(m, "block_topk(Tensor scores, SymInt k, bool causal, int rows, int columns) -> (Tensor counts, Tensor indices)");
   // The weights that dropout keeps: bool [batch, heads, queries, keys], from batch_begin and query_begin on.
   define(m,
          "attention_dropout_mask(Tensor rng, SymInt batch_begin, SymInt batch, SymInt heads, SymInt query_begin, "

@@ -26,11 +26,16 @@ import flash_online  # noqa: E402
 
 CHUNK = 50  # problems that a process takes at once
 ALLOWED = 1e-4
-CHECKS = {"": test_fuzz.check, "cached": test_fuzz.check_cached, "spans": test_fuzz.check_spans}
+CHECKS = {
+    "": test_fuzz.check,
+    "cached": test_fuzz.check_cached,
+    "spans": test_fuzz.check_spans,
+    "blocks": test_fuzz.check_blocks,
+}
 
 
 def kind_of(options: argparse.Namespace) -> str:
-    return "cached" if options.cached else "spans" if options.spans else ""
+    return next((kind for kind in CHECKS if kind and getattr(options, kind)), "")
 
 
 def arguments() -> argparse.Namespace:
@@ -43,6 +48,7 @@ def arguments() -> argparse.Namespace:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--cached", action="store_true", help="problems over cached keys, in place of all others")
     kinds.add_argument("--spans", action="store_true", help="problems with spans, in place of all others")
+    kinds.add_argument("--blocks", action="store_true", help="problems with lists of blocks, in place of all others")
     return parser.parse_args()
 
 

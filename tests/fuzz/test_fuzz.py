@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+from block_cases import SIZES
 from cache_cases import LARGE_SCORES, between, random_cached
 from cases import DTYPES
 from instruction_sets import run_tests, skip_unless_lesser
@@ -185,6 +186,20 @@ def check_spans(seed: int, device: str) -> None:
     problem.check(device)
 
 
+def check_blocks(seed: int, device: str) -> None:
+    """A problem of attention with a list of blocks, one of three with spans too."""
+    choose = random.Random(seed)
+    problem = attention(choose, seed)
+    problem = problem if device == "cpu" else on_cuda(problem, choose)
+    if choose.random() < 0.5:  # several blocks
+        problem.lengths = choose.choice([64, 65, 129, 200, 300]), choose.choice([63, 128, 257, 400])
+    problem.blocks = choose.choice(SIZES)
+    problem.spans = choose.choice([(0, 0), (0, 0), (1, 0), (0, 2)])
+    problem.head_spans = choose.random() < 0.5
+    torch.manual_seed(seed)
+    problem.check(device)
+
+
 def check_cached(seed: int, device: str) -> None:
     """Attention over cached keys, and the same new keys appended at the ends of sequences and at slots."""
     problem = random_cached(seed, device)
@@ -209,6 +224,10 @@ def test_fuzz(device):
 
 def test_fuzz_spans(device):
     check_all(check_spans, device, " --spans")
+
+
+def test_fuzz_blocks(device):
+    check_all(check_blocks, device, " --blocks")
 
 
 def test_fuzz_cached_keys(cache_device):

@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+from block_cases import SIZES, random_blocks
 from gradients import run, without_lse
 from instruction_sets import run_tests, skip_unless_lesser
 from span_cases import random_spans
@@ -17,21 +18,7 @@ from flash_online import BlockList, reference
 from flash_online.testing import assert_close_to_float64
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-SIZES = [(64, 64), (128, 64), (64, 128), (128, 128)]
 CPU = pytest.mark.parametrize("device", ["cpu"])
-
-
-def random_blocks(g, leading, lengths, size, density=0.5):
-    """(a list of blocks, the bool mask that it stands for). What stands after a row's count is no block, or another one."""
-    blocks = [-(-n // rows) for n, rows in zip(lengths, size, strict=True)]
-    seen = torch.rand(*leading, *blocks, generator=g) < density
-    counts = seen.sum(-1, dtype=torch.int32)
-    capacity = blocks[1] + 2
-    indices = torch.randint(-5, blocks[1] + 5, (*leading, blocks[0], capacity), generator=g, dtype=torch.int32)
-    for row, own, count in zip(indices.flatten(0, -2), seen.flatten(0, -2), counts.flatten(), strict=True):
-        row[:count] = own.nonzero().flatten().to(torch.int32)
-    mask = seen.repeat_interleave(size[0], -2)[..., : lengths[0], :].repeat_interleave(size[1], -1)[..., : lengths[1]]
-    return BlockList(counts, indices, size), mask
 
 
 def draw(dtype, lengths=(200, 300), heads=(4, 2), batch=2, seed=0, head_dim=16, size=(64, 64), leading=None, density=0.5):
@@ -46,6 +33,10 @@ OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
     "window, lower right": {"window": (90, 7), "alignment": "lower_right"},
+    "ALiBi, lower right": {  # the CPU's tiles then begin at other queries than the list's
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.01, 0.05]),
+        "alignment": "lower_right",
+    },
     "softcap, ALiBi": {"softcap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05])},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0])},
     "dropout": {"dropout_p": 0.3},

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import kernels_on_host
 import pytest
 import torch
+from block_cases import random_tiles
 from kernels_on_host import (
     ALL_OPTIONS,
     PLAIN,
@@ -313,7 +314,7 @@ def test_packed(kernels, head_dim, causal, deterministic):
 
 
 @pytest.mark.thin(7)
-@pytest.mark.parametrize("kind", ["bool", "blocks", "row", "float", "float32", "softcap", "dropout", "spans", "all"])
+@pytest.mark.parametrize("kind", ["bool", "blocks", "row", "float", "float32", "softcap", "dropout", "spans", "tiles", "all"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["sums", "deterministic"])
 @pytest.mark.parametrize("room", [227, 99])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -335,6 +336,11 @@ def test_options(kernels, head_dim, dtype, room, deterministic, kind):
     if kind in ("spans", "all"):
         given["query_spans"] = options["query_spans"] = random_spans(g, (2,), 150, 170, 1)
         given["key_spans"] = options["key_spans"] = random_spans(g, (2,), 170, 150, 2)
+    if kind in ("tiles", "all"):
+        tile_keys = 128 if kind == "all" else 64
+        tiles, shown = random_tiles(g, 2, lengths, tile_keys)
+        given["blocks"] = tiles, tile_keys
+        options["mask"] = options["mask"] & shown if "mask" in options else shown
     if kind in ("softcap", "all"):
         given["softcap"] = options["softcap"] = 4.0
     if kind == "all":

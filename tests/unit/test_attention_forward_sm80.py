@@ -9,6 +9,7 @@ import itertools
 import kernels_on_host
 import pytest
 import torch
+from block_cases import random_tiles
 from kernels_on_host import (
     ALL_OPTIONS,
     DTYPES,
@@ -152,7 +153,7 @@ def test_packed(kernels, head_dim, causal):
 
 
 @pytest.mark.thin(6)
-@pytest.mark.parametrize("kind", ["bool", "float", "float32", "softcap", "alibi", "spans"])
+@pytest.mark.parametrize("kind", ["bool", "float", "float32", "softcap", "alibi", "spans", "tiles of 64", "tiles of 128"])
 @pytest.mark.parametrize("head_dim", [64, *map(slow, (96, 256))])
 @pytest.mark.parametrize("room", [227, 99])
 def test_options(kernels, head_dim, kind, room):
@@ -175,6 +176,10 @@ def test_options(kernels, head_dim, kind, room):
         spans = {"query_spans": random_spans(g, (2,), 150, 170, 2), "key_spans": random_spans(g, (1,), 170, 150, 1)}
         given |= {name: t.expand(2, -1, -1) for name, t in spans.items()}
         options |= spans
+    if kind.startswith("tiles"):
+        tile_keys = int(kind.split()[-1])
+        tiles, options["mask"] = random_tiles(g, 2, (150, 170), tile_keys)
+        given["blocks"] = tiles, tile_keys
     got = run(kernels(head_dim), *inputs, window=(-1, 0), **given)
     assert got[2] == (SMALL_TILE if room == 99 and head_dim == 256 and "mask" in given else ALL_OPTIONS)
     if kind.startswith("float"):

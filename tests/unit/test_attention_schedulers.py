@@ -391,10 +391,12 @@ def test_blocks_between_groups_of_bounds(intervals, size, run):
         assert found_end == min(end, ceil_div((reaching[-1] + 1) * group_rows, size))
 
 
-@pytest.mark.parametrize("query_intervals, key_intervals", [(1, 0), (2, 0), (0, 1), (0, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("tile_keys", [0, 64, 128])
+@pytest.mark.parametrize("query_intervals, key_intervals", [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("transposed", [0, 1])
-def test_words_of_spans(transposed, query_intervals, key_intervals, run):
-    """Every bit of the words that stand for a tile, bounds of any value among them."""
+def test_words_of_sparsity(transposed, query_intervals, key_intervals, tile_keys, run):
+    """Every bit of the words that stand for a tile, bounds of any value among them. Blocks of 96 keys begin anywhere in the
+    tiles of a list."""
     random = np.random.default_rng(query_intervals + 3 * key_intervals)
     for _ in range(40):
         queries, keys = (int(x) for x in random.integers(1, 300, 2))
@@ -410,11 +412,17 @@ def test_words_of_spans(transposed, query_intervals, key_intervals, run):
         ]
         shown = inside[0] & inside[1].T
         query = int(random.integers(0, ceil_div(queries, 64))) * 64
-        key = int(random.integers(0, ceil_div(keys, 64))) * 64
+        step = 64 if transposed else 32
+        key = int(random.integers(0, ceil_div(keys, step))) * step
+        tiles = None
+        if tile_keys:
+            tiles = random.integers(0, 2, (ceil_div(queries, 64), ceil_div(keys, tile_keys)), dtype=np.uint8)
+            shown &= tiles.repeat(64, 0)[:queries].repeat(tile_keys, 1)[:, :keys].astype(bool)
         given = [one.astype(np.int32).reshape(len(one), -1) for one in bounds]
         found = run(
-            "span_words", given[0], query_intervals, queries, given[1], key_intervals, keys, query, key, transposed, rows=128
-        )
+            "sparse_words", given[0], query_intervals, queries, given[1], key_intervals, keys, tiles, tile_keys, query, key,
+            transposed, rows=128,
+        )  # fmt: skip
         for group, lane, word, _ in found:
             for bit in range(32):
                 q, k = place_of_bit(transposed, group, lane, bit)

@@ -136,6 +136,45 @@ def test_moba_from_these_parts():
     torch.testing.assert_close(out, weights @ value)
 
 
+def test_vsa_from_these_parts():
+    """Video sparse attention: attention of the mean rows of cubes of 64 tokens, and attention to the cubes whose mean keys have
+    the largest scores, each times a gate; equal to its dense definition, with gradients."""
+    g = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(2, 3, 512, 16, generator=g, dtype=torch.float64).requires_grad_() for _ in range(5)]
+
+    def parts(query, key, value, coarse_gate, fine_gate):
+        scores = block_scores(query, key, (64, 64))
+        blocks = BlockList.topk(scores.detach(), 3, size=(64, 64))
+        means = [t.unflatten(-2, (8, 64)).mean(-2) for t in (query, key, value)]
+        coarse = flash_online.attention(*means).repeat_interleave(64, -2)
+        return coarse * coarse_gate + flash_online.attention(query, key, value, blocks=blocks) * fine_gate
+
+    def dense(query, key, value, coarse_gate, fine_gate):
+        means = [t.unflatten(-2, (8, 64)).mean(-2) for t in (query, key, value)]
+        scores = means[0] @ means[1].transpose(-1, -2) / 4
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(3).indices, True)
+        seen = chosen.repeat_interleave(64, -1).repeat_interleave(64, -2)
+        fine = (query @ key.transpose(-1, -2) / 4).masked_fill(~seen, -math.inf).softmax(-1) @ value
+        return (scores.softmax(-1) @ means[2]).repeat_interleave(64, -2) * coarse_gate + fine * fine_gate
+
+    found, expected = ((out := f(*tensors), *torch.autograd.grad(out.square().sum(), tensors)) for f in (parts, dense))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (2, 3)], ids=str)
+def test_transpose(leading):
+    mask = torch.rand(*leading, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.4
+    mask[..., -1] = False
+    blocks = BlockList.from_mask(mask, (64, 128))
+    other = blocks.transpose(7)
+    assert other.size == (128, 64) and torch.equal(seen_by(other, 5), mask.transpose(-1, -2))
+    assert torch.equal(seen_by(other.transpose(5), 7), mask)
+    seen = mask.flatten(0, -2).any(0).nonzero()  # without the number of blocks, up to the last one that any block sees
+    count = int(seen.max()) + 1
+    assert torch.equal(seen_by(blocks.transpose(), 5), mask.transpose(-1, -2)[..., :count, :])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -14,7 +14,6 @@ namespace flash_online::cpu::FLASH_ONLINE_ISA {
 constexpr int64_t kQueries = 64;  // queries per tile, in the lanes of vectors; as many as a word of visibility has bits
 constexpr int64_t kKeys = 64;  // keys per block, at most; blocks begin at multiples of kKeyStep
 constexpr int64_t kKeyStep = 32;
-constexpr int64_t kListTile = 64;  // queries and keys per number of AttentionProblem::tiles
 
 // Queries [first, first + rows) of a head, in padded(rows) lanes.
 struct QueryTile {
@@ -165,26 +164,31 @@ inline void read_spans(const AttentionProblem& problem, const QueryTile& query, 
   }
 }
 
-// What the list of blocks says about a tile: `problem.tiles` has a number for each 64 queries and 64 keys, and a block of keys
-// may lie in two of these.
-static_assert(kQueries == kListTile && kKeys <= kListTile);
-inline bool is_listed(const AttentionProblem& problem, const QueryTile& query, int64_t key) {
+// What the list of blocks says about a tile: `problem.tiles` has a number for each 64 queries and 64 or 128 keys. A block of
+// keys may lie in two of these, and so may the queries, as tiles may begin at any query (forward.cpp).
+static_assert(kQueries == 64 && kKeys <= 64);
+inline bool is_listed(const AttentionProblem& problem, const QueryTile& query, int64_t row, int64_t key) {
   const auto& [data, stride] = problem.tiles;
-  return data[query.batch * stride[0] + query.head * stride[1] + query.first / kListTile * stride[2] +
-              key / kListTile * stride[3]] != 0;
+  return data[query.batch * stride[0] + query.head * stride[1] + row / kQueries * stride[2] +
+              key / problem.tile_keys * stride[3]] != 0;
 }
 inline SpanKind kind_of_list(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count) {
-  const bool first = is_listed(problem, query, begin), last = is_listed(problem, query, begin + count - 1);
-  return first != last ? SpanKind::kMixed : first ? SpanKind::kWhole : SpanKind::kHidden;
+  const bool first = is_listed(problem, query, query.first, begin);
+  for (const int64_t row : {query.first, query.end() - 1})
+    for (const int64_t key : {begin, begin + count - 1})
+      if (is_listed(problem, query, row, key) != first) return SpanKind::kMixed;
+  return first ? SpanKind::kWhole : SpanKind::kHidden;
 }
-// Clears visible[k] for the keys begin + k whose tile is not listed.
+// Clears the bits of visible[k] of the queries for which the tile of key begin + k is not listed.
 inline void hide_unlisted(const AttentionProblem& problem, const QueryTile& query, int64_t begin, int64_t count,
                           uint64_t* visible) {
-  const int64_t next = std::min((begin / kListTile + 1) * kListTile - begin, count);  // the first key of the second tile
-  if (is_listed(problem, query, begin))
-    std::fill(visible + next, visible + count, 0);
-  else
-    std::fill(visible, visible + next, 0);
+  const int64_t rows = (query.first / kQueries + 1) * kQueries - query.first;  // of the first number
+  const uint64_t first_rows = ~uint64_t{0} >> (kQueries - rows);
+  for (int64_t k = 0; k < count; ++k) {
+    uint64_t shown = is_listed(problem, query, query.first, begin + k) ? first_rows : 0;
+    if (rows < query.rows && is_listed(problem, query, query.end() - 1, begin + k)) shown |= ~first_rows;
+    visible[k] &= shown;
+  }
 }
 
 // Returns the bits of the tile's queries that see a key by position. They are neighbours, since both bounds of keys_of grow

@@ -72,6 +72,10 @@ void cache_append(const AppendProblem& problem, CUstream_st* stream);
 // Writes which weights dropout keeps.
 void attention_dropout_mask(const DropoutProblem& problem, CUstream_st* stream);
 
+// Writes the tiles that lists of blocks name; and lists of the blocks with the largest scores.
+void fill_block_tiles(const BlockListProblem& problem, CUstream_st* stream);
+void block_topk(const BlockTopkProblem& problem, CUstream_st* stream);
+
 // Merges partial results. problem.partial is the host's; `workspace` has attention_merge_workspace bytes, 0 for up to 32
 // partials.
 int64_t attention_merge_workspace(const MergeProblem& problem);

@@ -101,7 +101,6 @@ const char* refusal(const Family<Pass>& family, const Instance<Pass>* instance, 
     return "FLASH_ONLINE_KERNEL names another";
   if (!family.is_built) return "this build has none of its kernels";
   if (!instance) return "the head dim is larger than those of this build";
-  if (pass.problem.tiles.data) return "a list of blocks, which no kernel takes yet";
   return instance->refusal(pass, gpu);
 }
 
@@ -174,7 +173,7 @@ AttentionProblem with_groups_as_rows(const AttentionProblem& problem) {
   if (p.key_heads == 0 || p.key_heads != p.value_heads || p.query_starts || p.queries == 0) return p;
   const int64_t group = p.heads / p.key_heads, rows = group * p.queries;
   if (ceil_div(rows, kTileRows) >= group * ceil_div(p.queries, kTileRows)) return p;
-  if (p.mask.data || p.has_spans() || (score_mods(p) & kScoreModsOfHead) || p.sinks || p.dropout != 0) return p;
+  if (p.mask.data || p.is_sparse() || (score_mods(p) & kScoreModsOfHead) || p.sinks || p.dropout != 0) return p;
   const int64_t first = p.visible.offset, last = first + p.queries - 1;  // positions
   if ((p.visible.left >= 0 && last > p.visible.left) || (p.visible.right >= 0 && first + p.visible.right < p.keys - 1))
     return p;

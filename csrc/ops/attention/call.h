@@ -63,19 +63,24 @@ inline void check_spans(const Tensor* spans, const char* name, const std::vector
         ": expected 2 or 4 bounds side by side in the last dimension, got ", shape_of(*spans));
 }
 
+// The keys of a tile, by the number of tiles; 0: it is not that of 64 or 128.
+inline int tile_keys_of(const Tensor& tiles, int64_t keys) {
+  const int64_t count = tiles.size(tiles.dim() - 1);
+  return count == ceil_div(keys, 64) ? 64 : count == ceil_div(keys, 128) ? 128 : 0;
+}
+
 // Checks tiles [batch..., 1 or heads, tiles of queries, tiles of keys], likewise.
 inline void check_tiles(const Tensor* tiles, const std::vector<int64_t>& batch_and_heads, int64_t queries, int64_t keys) {
   if (!tiles) return;
-  constexpr int64_t kTile = 64;
   const auto leading = static_cast<int64_t>(batch_and_heads.size());
   check(tiles->scalar_type() == ScalarType::Bool, "tiles: expected dtype bool, got ", name_of(tiles->scalar_type()));
   check(tiles->dim() == leading + 2, "tiles: expected ", leading + 2, " dimensions, got ", shape_of(*tiles));
   for (int64_t i = 0; i < leading; ++i)
     check(tiles->size(i) == 1 || tiles->size(i) == batch_and_heads[i], "tiles: expected 1 or ", batch_and_heads[i],
           " in dimension ", i, ", got ", tiles->size(i));
-  const int64_t rows = (queries + kTile - 1) / kTile, columns = (keys + kTile - 1) / kTile;
-  check(tiles->size(leading) == rows && tiles->size(leading + 1) == columns, "tiles: expected ", rows, " x ", columns,
-        " tiles, got ", shape_of(*tiles));
+  const int64_t rows = ceil_div(queries, 64);
+  check(tiles->size(leading) == rows && tile_keys_of(*tiles, keys) > 0, "tiles: expected ", rows, " x ", ceil_div(keys, 64),
+        " or ", ceil_div(keys, 128), " tiles, got ", shape_of(*tiles));
 }
 
 // The view of spans but for its address and batch stride.
@@ -310,6 +315,7 @@ class DenseCall : public AttentionCall {
         problem.tiles.stride[0] = batches.inner_stride(kTiles);
         problem.tiles.stride[1] = tiles->size(dims_.heads) == 1 ? 0 : tiles->stride(dims_.heads);
         problem.tiles.stride[2] = tiles->stride(dims_.rows), problem.tiles.stride[3] = tiles->stride(dims_.rows + 1);
+        problem.tile_keys = tile_keys_of(*tiles, problem.keys);
       }
       set_view(kOut, problem.out);
       problem.lse = pointer(kLse);

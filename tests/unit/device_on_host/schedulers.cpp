@@ -10,7 +10,7 @@ struct int4 {
 
 #include "core/batches.h"
 #include "cuda/attention/common/tile_list.cuh"
-#include "cuda/attention/masks/span_bits.cuh"
+#include "cuda/attention/masks/sparse_bits.cuh"
 #include "cuda/attention/masks/visible_blocks.cuh"
 #include "cuda/attention/sm90/forward/tile_scheduler.cuh"
 #include "cuda/attention/sm90/forward/varlen_tile_scheduler.cuh"
@@ -215,31 +215,37 @@ int64_t claimed_tiles(int batch, int heads, int row_tiles, int even_row_tiles, i
     const Arguments arguments{{row_tiles, even_row_tiles, false, {section_heads, last_section}}, batch, heads};
     Rows4 rows(out, capacity);
     unsigned counter = 0;
+    gridDim = {1, 1, 1};
     device_on_host::Cta warp;
     warp.run(0, [&](int lane) {
-      for (WorkTileCoord tile; (tile = ClaimingTileScheduler{}.next(arguments, &counter, lane)).batch >= 0;)
+      ClaimingTileScheduler scheduler;
+      for (WorkTileCoord tile; (tile = scheduler.next(arguments, &counter, lane)).batch >= 0;)
         if (lane == 0) rows.add(tile.batch, tile.head, tile.row_tile, 0);
     });
     return rows.count;
   });
 }
 
-// The words of bits that the Hopper kernels make of spans, of one head's rows of 2 * intervals bounds; intervals 0: none. Rows
-// of (group, lane, word, 0): forward, groups of 16 queries and 64 keys; transposed, of 64 queries and groups of 16 keys.
-int64_t span_words(const int32_t* query_spans, int query_intervals, int queries, const int32_t* key_spans, int key_intervals,
-                   int keys, int query, int key, int transposed, int64_t* out, int64_t capacity) {
+// The words of bits that the Hopper kernels make of spans, of one head's rows of 2 * intervals bounds (intervals 0: none), and of
+// tiles [.., keys / tile_keys] of a list (tile_keys 0: none). Rows of (group, lane, word, 0): forward, groups of 16 queries and
+// 64 keys; transposed, of 64 queries and groups of 16 keys.
+int64_t sparse_words(const int32_t* query_spans, int query_intervals, int queries, const int32_t* key_spans, int key_intervals,
+                     int keys, const uint8_t* tiles, int tile_keys, int query, int key, int transposed, int64_t* out,
+                     int64_t capacity) {
   return guarded([&] {
     const auto view = [](const int32_t* data, int intervals) {
       return SpanView{intervals > 0 ? data : nullptr, {0, 0, 2 * intervals}, intervals};
     };
-    const HeadSpans spans(view(query_spans, query_intervals), view(key_spans, key_intervals), {{0, queries}, {0, keys}, {}}, 0,
-                          0);
+    View4<const uint8_t*> listed;
+    if (tile_keys > 0) listed = {tiles, {0, 0, (keys + tile_keys - 1) / tile_keys, 1}};
+    const HeadSparsity sparsity(view(query_spans, query_intervals), view(key_spans, key_intervals), listed, tile_keys,
+                                {{0, queries}, {0, keys}, {}}, 0, 0);
     constexpr int kGroups = 4;
     unsigned words[kLanes][kGroups];
     device_on_host::Cta warp;
     warp.run(0, [&](int lane) {
-      transposed ? transposed_bits_of_spans(words[lane], spans, query, queries, key, keys, lane)
-                 : mask_bits_of_spans(words[lane], spans, query, queries, key, keys, lane);
+      transposed ? transposed_bits_of(words[lane], sparsity, query, queries, key, keys, lane)
+                 : mask_bits_of(words[lane], sparsity, query, queries, key, keys, lane);
     });
     Rows4 rows(out, capacity);
     for (int group = 0; group < kGroups; ++group)

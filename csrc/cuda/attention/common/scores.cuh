@@ -9,7 +9,7 @@
 #include "../../mma/fragments.cuh"
 #include "../large_rows/score_levels.cuh"
 #include "../masks/mask_tile.cuh"
-#include "../masks/span_bounds.cuh"
+#include "../masks/sparsity.cuh"
 #include "score_mod.cuh"
 
 namespace flash_online::cuda {
@@ -225,16 +225,32 @@ __device__ __forceinline__ void hide_scores(Accumulator<kRows, kColumns, T>& d, 
   }
 }
 
-// Hides the keys that lie in none of a query's intervals, and the queries that lie in none of a key's. `first_key`: the place
-// of the sequence's key 0, from which the intervals of queries count.
+// Hides the keys that lie in none of a query's intervals, the queries that lie in none of a key's, and tiles that are not
+// listed: the block's columns lie in one of these. `first_key`: the place of the sequence's key 0, from which the intervals of
+// queries count.
 template <bool kTransposed, int kRows, int kColumns, class T, class Block = ScoreBlock>
-__device__ __forceinline__ void hide_by_spans(Accumulator<kRows, kColumns, T>& d, int row, const HeadSpans& spans,
-                                              const Block& block, int first_key = 0) {
+__device__ __forceinline__ void hide_by_sparsity(Accumulator<kRows, kColumns, T>& d, int row, const HeadSparsity& sparsity,
+                                                 const Block& block, int first_key = 0) {
   const auto hide = [&](T& x, bool shown) { x = shown ? x : lowest<T>(); };
-  const auto of_query = [&](int r) { return spans.of_query(min(block.query_of(r), block.queries - 1), block.head_of(r)); };
-  const auto of_key = [&](int c) { return spans.of_key(min(block.key + c, block.keys - 1)); };
+  const auto of_query = [&](int r) { return sparsity.of_query(min(block.query_of(r), block.queries - 1), block.head_of(r)); };
+  const auto of_key = [&](int c) { return sparsity.of_key(min(block.key + c, block.keys - 1)); };
+  if (sparsity.listed.data) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row + 16 * i + 8 * half + quad();
+        const int query = kTransposed ? block.query : min(block.query_of(r), block.queries - 1),
+                  key = min(kTransposed ? block.key + r : block.key, block.keys - 1);
+        const bool listed = sparsity.listed.has(query, key);
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) hide(d[i][j][2 * half + e], listed);
+      }
+  }
   // The spans of accumulators' rows, and those of their columns.
-  if (kTransposed ? spans.keys : spans.queries) {
+  if (kTransposed ? sparsity.keys : sparsity.queries) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -248,7 +264,7 @@ __device__ __forceinline__ void hide_by_spans(Accumulator<kRows, kColumns, T>& d
           for (int e = 0; e < 2; ++e) hide(d[i][j][2 * half + e], own.has(first + 8 * j + 2 * lane_in_quad() + e));
       }
   }
-  if (kTransposed ? spans.queries : spans.keys) {
+  if (kTransposed ? sparsity.queries : sparsity.keys) {
 #pragma unroll
     for (int j = 0; j < kColumns; ++j)
 #pragma unroll

@@ -68,7 +68,7 @@ struct QueryItems {
   struct Item {
     int head;  // counts from the first
     int query;  // the first
-    bool clear;  // the mask and spans hide and add nothing here
+    bool clear;  // the mask and sparsity hide and add nothing here
     bool exists;
   };
   using Blocks = QueryBlocks<kBlock>;

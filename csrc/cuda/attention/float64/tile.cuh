@@ -119,7 +119,7 @@ class Walk {
 struct KeyItems {
   struct Item {
     int key;  // the first
-    bool clear;  // the mask and spans hide and add nothing here
+    bool clear;  // the mask and sparsity hide and add nothing here
     bool exists;
   };
   KeyBlocks<kBlock> blocks;
@@ -208,20 +208,20 @@ __device__ __forceinline__ void apply_mask(Scores& d, int row, const HeadMask& m
 // What hides a head's keys from its queries, but for their positions.
 struct HeadMasks {
   HeadMask mask;
-  HeadSpans spans;
+  HeadSparsity sparsity;
   __device__ __forceinline__ HeadMasks(const AttentionProblem& problem, const Sequence& sequence, int64_t batch, int64_t head)
-      : mask(problem, batch, head), spans(problem, sequence, batch, head) {}
+      : mask(problem, batch, head), sparsity(problem, sequence, batch, head) {}
 };
 
-// Scores of products: score modification, mask, spans, visibility. d: a warp's, from row `row` of the block on. is_clear: the
-// mask and spans hide and add nothing.
+// Scores of products: score modification, mask, sparsity, visibility. d: a warp's, from row `row` of the block on. is_clear:
+// the mask and sparsity hide and add nothing.
 template <bool kTransposed, class Derivative = NoDerivative>
 __device__ __forceinline__ void make_scores(Scores& d, int row, const DoubleScoreMod& score_mod, const HeadMasks& masks,
                                             bool is_clear, const ScoreBlock& block, const Visibility& visible,
                                             Derivative&& derivative = {}) {
   apply_score_mod<kTransposed>(d, row, score_mod, block, visible, derivative);
   if (masks.mask.data && !is_clear) apply_mask<kTransposed>(d, row, masks.mask, block);
-  if ((masks.spans.queries || masks.spans.keys) && !is_clear) hide_by_spans<kTransposed>(d, row, masks.spans, block);
+  if (masks.sparsity.exists() && !is_clear) hide_by_sparsity<kTransposed>(d, row, masks.sparsity, block);
   if (!block.whole) hide_scores<kTransposed>(d, row, block, visible);
 }
 

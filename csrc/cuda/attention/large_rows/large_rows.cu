@@ -125,7 +125,7 @@ struct LargeRowsHead {
   const Sequence& sequence;
   HeadRows<Element> query, grad_out, key, value;
   HeadMask mask;
-  HeadSpans spans;
+  HeadSparsity sparsity;
   Dropout dropout;
   DoubleScoreMod score_mod;
   double keep_scale;
@@ -138,7 +138,7 @@ struct LargeRowsHead {
         key(problem.key, batch, head / (problem.heads / problem.key_heads), sequence.keys.begin, problem.head_dim),
         value(problem.value, batch, head / (problem.heads / problem.value_heads), sequence.keys.begin, problem.head_dim_v),
         mask(problem, batch, head),
-        spans(problem, sequence, batch, head),
+        sparsity(problem, sequence, batch, head),
         dropout(problem, batch, head),
         score_mod(DoubleScoreMod::of<float>(problem, batch, head)),
         keep_scale(arguments.keep_scale) {}
@@ -160,7 +160,7 @@ struct LargeRowsHead {
       x = score.value;
       derivative *= score.derivative;
     });
-    if (!spans.show(query_index, key_index)) return lowest<double>();
+    if (!sparsity.show(query_index, key_index)) return lowest<double>();
     if (!mask.data) return x;
     const char* const at = mask.data + query_index * mask.row_stride + key_index * mask.column_stride;
     visit_mask(mask.dtype, [&]<class T>(T) {

@@ -202,8 +202,25 @@ MaskMap mask_map_of(const AttentionProblem& problem) {
   return map.size[2] * map.size[3] > 1 ? map : MaskMap{};
 }
 
+MaskMap map_of_list(const AttentionProblem& problem) {
+  const auto& [data, stride] = problem.tiles;
+  if (!data || problem.tile_keys != kMaskMapTile) return {};
+  MaskMap map{
+      .data = const_cast<uint8_t*>(data),
+      .size = {problem.batch, problem.heads, ceil_div(problem.queries, kMaskMapTile), ceil_div(problem.keys, kMaskMapTile)},
+      .is_list = true};
+  int64_t step = 1;
+  for (int i = 3; i >= 0; --i) {
+    if (stride[i] == 0) map.size[i] = 1;
+    if (map.size[i] != 1 && stride[i] != step) return {};
+    step *= map.size[i];
+  }
+  return map;
+}
+
 void fill_mask_map(const AttentionProblem& problem, const MaskMap& map, CUstream_st* stream) {
-  if (map.count() > 0) launch_mask_map({.problem = problem, .map = map, .bits = {}, .transposed_bits = nullptr}, stream);
+  if (map.count() > 0 && !map.is_list)
+    launch_mask_map({.problem = problem, .map = map, .bits = {}, .transposed_bits = nullptr}, stream);
 }
 
 MaskTables mask_tables_of(const AttentionProblem& problem, void* workspace) {

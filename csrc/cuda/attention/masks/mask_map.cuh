@@ -22,8 +22,13 @@ enum class MaskKind : uint8_t {
 struct MaskMap {
   uint8_t* data = nullptr;  // null: there is no map, so every tile counts as mixed
   int64_t size[4] = {};
+  bool is_list = false;  // AttentionProblem::tiles, which are only read: 0 is hidden, 1 is clear
   int64_t count() const { return size[0] * size[1] * size[2] * size[3]; }
 
+  __device__ __forceinline__ MaskKind kind(uint8_t number) const {
+    if (is_list) return number ? MaskKind::kClear : MaskKind::kHidden;
+    return static_cast<MaskKind>(number);
+  }
   __device__ const uint8_t* row(int64_t batch, int64_t head, int64_t query_tile) const {
     return data +
            (((size[0] == 1 ? 0 : batch) * size[1] + (size[1] == 1 ? 0 : head)) * size[2] + (size[2] == 1 ? 0 : query_tile)) *
@@ -33,6 +38,8 @@ struct MaskMap {
 
 // The sizes of a problem's map; count() is 0 if a map is not worth its cost. The caller provides count() bytes as `data`.
 MaskMap mask_map_of(const AttentionProblem& problem);
+// The map that a list of blocks of 64 keys is, if it lies in memory as a map does; else one without data.
+MaskMap map_of_list(const AttentionProblem& problem);
 void fill_mask_map(const AttentionProblem& problem, const MaskMap& map, CUstream_st* stream);
 
 // A bool mask as a warp holds the scores of 16 queries by 64 keys, one word per lane: bit 4 j + e belongs to the lane's

@@ -1,6 +1,7 @@
 #include "../../../core/mask.h"
 #include "../../../core/scratch.h"
 #include "../../hw/launch.h"
+#include "../../hw/pdl.cuh"
 #include "span_bounds.cuh"
 
 namespace flash_online::cuda {
@@ -95,10 +96,11 @@ __global__ void __launch_bounds__(kBoundsWarps* kWarpSize)
   const AttentionProblem& problem = arguments.problem;
   const auto& [queries, keys] = arguments.tables;
   if (arguments.counter && blockIdx.x == 0 && threadIdx.x == 0) *arguments.counter = 0;
+  launch_dependents();
   const int64_t of_queries = launched_groups(queries);
   if (blockIdx.x < of_queries)
     write_group(problem, problem.query_spans, queries, blockIdx.x, false);
-  else
+  else if (keys.intervals > 0)
     write_group(problem, problem.key_spans, keys, blockIdx.x - of_queries, true);
 }
 
@@ -126,7 +128,7 @@ SpanTables span_tables_of(const AttentionProblem& problem, void* workspace) {
 }
 
 void fill_span_tables(const AttentionProblem& problem, const SpanTables& tables, CUstream_st* stream, unsigned* counter) {
-  const int64_t ctas = launched_groups(tables.queries) + launched_groups(tables.keys);
+  const int64_t ctas = std::max(launched_groups(tables.queries) + launched_groups(tables.keys), int64_t{counter != nullptr});
   if (ctas > 0)
     launch<span_bounds_kernel>(SpanBoundsArguments{.problem = problem, .tables = tables, .counter = counter}, ctas,
                                kBoundsWarps * kWarpSize, 0, stream);

@@ -1,10 +1,9 @@
-// The blocks of keys, or of queries, that a tile's loop takes: those that neither the map of a mask nor the bounds of spans
-// hide.
+// The blocks of keys, or of queries, that a tile's loop takes: those that neither the map of a mask nor sparsity hides.
 #pragma once
 
 #include "../../../core/integer.h"
 #include "mask_map.cuh"
-#include "span_bounds.cuh"
+#include "sparsity.cuh"
 
 namespace flash_online::cuda {
 
@@ -15,7 +14,6 @@ struct TileTables {
 
   // Each table begins at a multiple of 16 bytes.
   int64_t bytes() const { return round_up(map.count(), int64_t{16}) + spans.bytes(); }
-  FLASH_ONLINE_HD bool exist() const { return map.data || spans.exist(); }
 };
 
 // The tables of a problem in a workspace of bytes() bytes, or their sizes alone if it is null.
@@ -41,18 +39,19 @@ class VisibleBlocks {
         next_(begin),
         end_(end),
         limit_(end),
-        known_end_(begin) {
+        known_end_(begin),
+        asks_(tables && (tables->map.data || problem.is_sparse())) {
     if (!tables) return;
     const auto& [queries, keys] = tables->spans;
     (kAlongKeys ? keys : queries).template narrow<kSize>(batch, head, across, last_across, next_, limit_);
     known_end_ = next_;
   }
 
-  // The number of the next block, or `end` if there is none. `clear`: neither the mask nor spans need be read for it.
+  // The number of the next block, or `end` if there is none. `clear`: neither the mask nor sparsity need be read for it.
   __device__ __forceinline__ int next(bool& clear) {
     clear = false;
     while (next_ < limit_) {
-      if (!tables_ || !tables_->exist()) return next_++;
+      if (!asks_) return next_++;
       if (next_ >= known_end_) look_ahead();
       const unsigned left = ~hidden_ >> (kWarpSize - (known_end_ - next_));
       next_ = left ? next_ + __ffs(left) - 1 : known_end_;
@@ -77,10 +76,10 @@ class VisibleBlocks {
         add(kind_in_map(block * kSize / kMaskMapTile));
       else if (problem_->mask.data)
         clear = false;
-      const TileSpans spans(*problem_, tables_->spans, batch_, head_);
-      if (spans.exist()) {
+      const TileSparsity sparsity(*problem_, tables_->spans, batch_, head_);
+      if (sparsity.exists()) {
         const int from = block * kSize, to = min(from + kSize, count_);
-        add(kAlongKeys ? spans.kind(across_, last_across_, from, to) : spans.kind(from, to, across_, last_across_));
+        add(kAlongKeys ? sparsity.kind(across_, last_across_, from, to) : sparsity.kind(from, to, across_, last_across_));
       }
     }
     hidden_ = __ballot_sync(~0u, hidden);
@@ -110,6 +109,7 @@ class VisibleBlocks {
   int64_t batch_, head_;
   int across_, last_across_, count_;
   int next_, end_, limit_, known_end_;  // limit_: no block from there on is visible
+  bool asks_;  // whether anything may hide blocks
   unsigned hidden_ = 0, clear_ = 0;  // bit n: block known_end_ - 32 + n
 };
 

@@ -574,8 +574,8 @@ class BackwardSm80Kernel {
           LaterQueries<decltype(mask_tile)>{mask_tile, score_query}, [&] { return stats.template least_lse<kScoreColumns>(); },
           &compensation);
     renormalize(scores, compensation);
-    if (kHasOptions && problem.has_spans() && !is_clear)
-      hide_by_spans<true>(scores, score_row, HeadSpans(problem, sequence, batch, head.index), here);
+    if (kHasOptions && problem.is_sparse() && !is_clear)
+      hide_by_sparsity<true>(scores, score_row, HeadSparsity(problem, sequence, batch, head.index), here);
     if (!here.whole) hide_scores<true>(scores, score_row, here, sequence.visible);
   }
 

@@ -205,8 +205,8 @@ class BackwardDqSm80Kernel {
           scores, row, mask.dtype, score_mod.lowest_score, mask_tile, [&] { return fminf(stats.lse[0], stats.lse[1]); },
           &compensation);
     renormalize(scores, compensation);
-    if (problem.has_spans() && !mask_is_clear)
-      hide_by_spans<false>(scores, row, HeadSpans(problem, sequence, batch, head), here);
+    if (problem.is_sparse() && !mask_is_clear)
+      hide_by_sparsity<false>(scores, row, HeadSparsity(problem, sequence, batch, head), here);
     if (!here.whole) hide_scores<false>(scores, row, here, sequence.visible);
   }
 

@@ -564,9 +564,9 @@ class ForwardSm80Kernel {
       const auto least = [&] { return least_max(states); };
       if (kHasMask && head.mask.data && !is_clear)
         mask_scores<false>(scores, row, head.mask.dtype, head.score_mod.lowest_score, mask_tile, least, &compensation);
-      if (kHasOptions && problem.has_spans() && !is_clear)
-        hide_by_spans<false>(scores, row, HeadSpans(problem, work.sequence, work.batch, work.head), here,
-                             kCached ? static_cast<int>(work.sequence.keys.begin) : 0);
+      if (kHasOptions && problem.is_sparse() && !is_clear)
+        hide_by_sparsity<false>(scores, row, HeadSparsity(problem, work.sequence, work.batch, work.head), here,
+                                kCached ? static_cast<int>(work.sequence.keys.begin) : 0);
       renormalize(scores, compensation);
       if (!here.whole) hide_scores<false>(scores, row, here, visible);
       softmax_step(scores, compensation, out, states, head.scale, place);

@@ -91,7 +91,7 @@ struct TileSteps {
     step.batch = static_cast<int>(left / extents.heads) + mask_batch;
   }
 
-  // True if position, the mask map and the bounds of spans leave a score visible.
+  // True if position, the mask map and sparsity leave a score visible.
   __device__ __forceinline__ bool is_visible(const TileStep& step) const {
     const KeyRange range = keys_of_any(problem.visible, step.query, min(step.query + kMaskTile, queries), keys);
     if (range.end <= range.begin || range.end <= step.key || range.begin >= step.key + kMaskTile) return false;
@@ -100,8 +100,8 @@ struct TileSteps {
         static_cast<MaskKind>(map.row(
             step.batch, step.head, step.query / kMaskTile)[map.size[3] == 1 ? 0 : step.key / kMaskTile]) == MaskKind::kHidden)
       return false;
-    const TileSpans spans(problem, tables.spans, step.batch, step.head);
-    return spans.kind(step.query, min(step.query + kMaskTile, queries), step.key, min(step.key + kMaskTile, keys)) !=
+    const TileSparsity sparsity(problem, tables.spans, step.batch, step.head);
+    return sparsity.kind(step.query, min(step.query + kMaskTile, queries), step.key, min(step.key + kMaskTile, keys)) !=
            MaskKind::kHidden;
   }
 
@@ -208,8 +208,9 @@ class MaskGradSm80Kernel {
     mask_scores<false>(
         scores, row, dtype, score_mod.lowest_score, mask, [&] { return fminf(stats.lse[0], stats.lse[1]); }, &compensation);
     renormalize(scores, compensation);
-    if (problem.has_spans())
-      hide_by_spans<false>(scores, row, HeadSpans(problem, sequence_of(problem, step.batch), step.batch, step.head), block);
+    if (problem.is_sparse())
+      hide_by_sparsity<false>(scores, row, HeadSparsity(problem, sequence_of(problem, step.batch), step.batch, step.head),
+                              block);
     if (!block.whole) hide_scores<false>(scores, row, block, problem.visible);
     for_each(scores, [&](float& x, int, int j, int e) {
       x = FastBinary::exp(exponent_of<Compensation>(x, compensation.low[0][j][e], 1, stats.lse[e / 2], stats.lse_low[e / 2]));

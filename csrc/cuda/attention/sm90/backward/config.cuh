@@ -63,10 +63,10 @@ struct BackwardSm90Kernel {
   static constexpr bool kHasMaskMap = kFeatures != BackwardSm90Features::kPlain;  // a mask map may hide whole blocks
   static constexpr bool kCutsTiles = !kHasMaskMap;  // work tiles may come in parts
   // Warps 2 and 3 make a mask's bits of spans.
-  static constexpr bool kTakesSpans = kFeatures == BackwardSm90Features::kSpans;
+  static constexpr bool kSparse = kFeatures == BackwardSm90Features::kSparse;
   static constexpr int kSpanWarps = 2;
   // A warp finds the blocks of queries ahead of the one that loads them.
-  static constexpr bool kHasScheduler = kTakesSpans && kPersistent;
+  static constexpr bool kHasScheduler = kSparse && kPersistent;
   // Masks come by TransposedMask, and not by MaskTile. With a scheduler, spans' bits are applied where position is.
   static constexpr bool kTransposed = kHasMaskMap && !kAllOptions && !kHasScheduler;
   static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1;
@@ -104,7 +104,7 @@ struct BackwardSm90Kernel {
   static_assert(kDqNarrowColumns == 0 || kTile.dq_register_tiles * 8 == kDqNarrowColumns);
   // A persistent kernel needs a work tile's keys to the very end of it, for dQ: the next one's arrive in another buffer.
   // With spans there is no room for it.
-  static constexpr int kKeyBuffers = kPersistent && !kTakesSpans ? 2 : 1;
+  static constexpr int kKeyBuffers = kPersistent && !kSparse ? 2 : 1;
   static constexpr int kWorkTiles = kHasScheduler ? 4 : kPersistent ? 2 : 1;  // work tiles that are known at a time
   // In the pipeline, a block's weights lie where its dS is going to.
   static constexpr int kDsBuffers = kSingleWarpgroup ? 1 : 2;
@@ -119,7 +119,7 @@ struct BackwardSm90Kernel {
   static_assert(kDqSideBySide ? kPipelined || kBoxes == 2 : kQueries == 128 && kBoxes == 1);
   static_assert(kQueries % kStatsRows == 0 && (!kAllOptions || kQueries * 2 <= 128));
   static_assert(!kPipelined || (!kAllOptions && kDqSideBySide));
-  static_assert(!kPersistent || (kStagesDq && (!kHasMaskMap || kTakesSpans) && !kPipelined));
+  static_assert(!kPersistent || (kStagesDq && (!kHasMaskMap || kSparse) && !kPipelined));
 
   // ---- what a CTA works on
 
@@ -226,7 +226,7 @@ struct BackwardSm90Kernel {
     uint64_t ds_empty[2];  // all warps that make dQ of it are done, of the cluster's other CTA too
     [[no_unique_address]] std::conditional_t<kPipelined, HandOverBarriers, Without<HandOverBarriers>> hand_over;
     [[no_unique_address]] std::conditional_t<kHasMaskBarriers, MaskBarriers, Without<MaskBarriers>> mask;
-    [[no_unique_address]] std::conditional_t<kTakesSpans, SpanBarriers, Without<SpanBarriers>> spans;
+    [[no_unique_address]] std::conditional_t<kSparse, SpanBarriers, Without<SpanBarriers>> spans;
 
     // dQ on its way to global memory, and at the end of a persistent kernel's work tile dV of two boxes.
     alignas(kDqAlignment) float dq_staging[kStagesDq ? kDqWarps : 1][kStagesDq ? kDqBulkTiles * 128 : 4];
@@ -235,7 +235,7 @@ struct BackwardSm90Kernel {
   static constexpr int kMaskAlignment = kTransposed && !kPipelined ? kBoxAlignment : kVectorBytes;
   static constexpr int kMaskOffset = (sizeof(Shared) + kMaskAlignment - 1) / kMaskAlignment * kMaskAlignment;
   // Bits that the span warps make are there before their stage is free.
-  static constexpr int kMaskBitsBuffers = kTakesSpans ? 2 * kStages : kStages;
+  static constexpr int kMaskBitsBuffers = kSparse ? 2 * kStages : kStages;
   struct MaskBox {
     T value[kQueries][kBoxColumns];
   };
@@ -244,13 +244,13 @@ struct BackwardSm90Kernel {
   };
   static_assert(!kTransposed || sizeof(BlockBits) == kQueries / kMaskMapTile * (kKeys / kMaskMapTile) * sizeof(unsigned) *
                                                          TransposedMaskBits::kWords);
-  static constexpr int shared_bytes(TransposedMask mask) {  // where kTransposed or kTakesSpans
+  static constexpr int shared_bytes(TransposedMask mask) {  // where kTransposed or kSparse
     return kMaskOffset + static_cast<int>((mask == TransposedMask::kTma ? 2 * sizeof(MaskBox) : 0) +
                                           (mask == TransposedMask::kBits ? kMaskBitsBuffers * sizeof(BlockBits) : 0) +
                                           (kHasDropout ? kStages * sizeof(BlockBits) : 0));
   }
   static int shared_bytes(const AttentionProblem& problem, TransposedMask mask) {
-    if (kTransposed || kTakesSpans) return shared_bytes(mask);
+    if (kTransposed || kSparse) return shared_bytes(mask);
     const int rows = !kAllOptions || !problem.mask.data ? 0 : problem.mask.stride[2] == 0 ? 1 : kQueries;
     return kMaskOffset + rows * mask_pitch(kKeys, static_cast<int>(size_of(problem.mask_dtype)));
   }
@@ -337,7 +337,7 @@ struct BackwardSm90Kernel {
   class MaskedBlockIterator;
   struct Producer;
   struct BlockScheduler;
-  __device__ static void make_span_bits(const BackwardSm90Arguments& a, Shared& shared, int part);
+  __device__ static void make_sparse_bits(const BackwardSm90Arguments& a, Shared& shared, int part);
   __device__ static void generate_dropout(const BackwardSm90Arguments& a, Shared& shared, int quarter);
   __device__ static void order_dq_adds(const BackwardSm90Arguments& a, Shared& shared, const BackwardWorkTile& tile,
                                        int& count);

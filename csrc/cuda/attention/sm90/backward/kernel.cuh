@@ -65,8 +65,8 @@ __device__ bool BackwardSm90Kernel<T, Config>::use_narrow_tile(const BackwardSm9
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           const int row = first + i * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize;
-          visible[i][n] = row < rows && column + n < columns &&
-                          static_cast<MaskKind>(__ldg(kinds + int64_t{row} * columns + n)) != MaskKind::kHidden;
+          visible[i][n] =
+              row < rows && column + n < columns && map.kind(__ldg(kinds + int64_t{row} * columns + n)) != MaskKind::kHidden;
         }
 #pragma unroll
       for (int i = 0; i < kLoadsAtOnce; ++i) {
@@ -180,7 +180,7 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
   mbarrier_init(&shared.value_full, 1);
   mbarrier_init(&shared.value_empty, kMathWarps);
   for (int i = 0; i < kStages; ++i) {
-    mbarrier_init(&shared.query_full[i], kTakesSpans ? 1 + kSpanWarps : 1);
+    mbarrier_init(&shared.query_full[i], kSparse ? 1 + kSpanWarps : 1);
     mbarrier_init(&shared.grad_out_full[i], 1);
     mbarrier_init(&shared.stage_empty[i], kMathWarps);
     if constexpr (kPipelined) mbarrier_init(&shared.hand_over.grad_out_empty[i % kGradOutStages], kMathWarps);
@@ -197,7 +197,7 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
       mbarrier_init(&shared.hand_over.weights_full[i], 4);
       mbarrier_init(&shared.peer.ds_full[i], 1);
     }
-  if constexpr (kTakesSpans)
+  if constexpr (kSparse)
     for (int i = 0; i < SpanBarriers::kCount; ++i) {
       mbarrier_init(&shared.spans.announced[i], 1);
       mbarrier_init(&shared.spans.taken[i], 1 + kSpanWarps);
@@ -237,14 +237,14 @@ __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& 
     if constexpr (kHasScheduler) {
       if (warp == 0) BlockScheduler{a, shared}.run();
       if (threadIdx.x == kWarpSize) Producer::run_scheduled(a, shared);
-      if (warp >= 2) make_span_bits(a, shared, warp - 2);
+      if (warp >= 2) make_sparse_bits(a, shared, warp - 2);
     } else if constexpr (kPersistent) {
       if (warp == 0) Producer::run_persistent(a, shared);
       if (a.dq_semaphore && threadIdx.x == kWarpSize) order_dq_adds_of_all_tiles(a, shared);
     } else {
       if (warp == 0) Producer::run(a, shared);
-      if constexpr (kTakesSpans)
-        if (warp >= 2) make_span_bits(a, shared, warp - 2);
+      if constexpr (kSparse)
+        if (warp >= 2) make_sparse_bits(a, shared, warp - 2);
       int count = 0;
       if (a.dq_semaphore && threadIdx.x == kWarpSize) order_dq_adds(a, shared, shared.tile[0], count);
     }

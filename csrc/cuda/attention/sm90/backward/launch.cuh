@@ -20,9 +20,16 @@ namespace flash_online::cuda {
 
 // ---- which kernel
 
+// True for a list of blocks of 64 keys that serves as a mask's map. Such lists need CTAs of 64 keys, which kSparse has not
+// (BackwardSm90Kernel::use_narrow_tile).
+inline bool takes_list_as_map(const AttentionProblem& p) {
+  const int64_t wider = std::max(p.head_dim, p.head_dim_v);
+  return p.tiles.data && !p.has_spans() && wider > 64 && wider <= kMaxOptionsHeadDimBackwardSm90 && map_of_list(p).data;
+}
+
 // The source of a problem's mask if it needs no MaskTile, else kNone.
 inline TransposedMask transposed_mask_of(const AttentionProblem& p) {
-  if (p.has_spans()) return TransposedMask::kBits;
+  if (p.is_sparse()) return takes_list_as_map(p) ? TransposedMask::kNone : TransposedMask::kBits;
   if (!p.mask.data) return TransposedMask::kNone;
   if (p.mask_dtype == DType::kBool) return TransposedMask::kBits;
   return p.mask_dtype == p.dtype && p.dropout == 0 && p.mask.stride[2] > 0 && p.mask.stride[3] == 1 &&
@@ -36,9 +43,9 @@ inline BackwardSm90Features backward_sm90_features(const AttentionProblem& p) {
   constexpr double kMinScale = 1e-6, kMaxScale = 1e29, kMaxDropout = 0.99;  // 16-bit weights are scaled up by 1 / (1 - dropout)
   const bool scaled = static_cast<float>(p.scale) > 0 && p.scale < kMaxScale;
   const bool wide = std::max(p.head_dim, p.head_dim_v) > kMaxOptionsHeadDimBackwardSm90;
-  if (scaled && p.scale >= kMinScale && score_mods(p) == 0 && !p.mask.data && !p.has_spans() && p.dropout == 0)
+  if (scaled && p.scale >= kMinScale && score_mods(p) == 0 && !p.mask.data && !p.is_sparse() && p.dropout == 0)
     return BackwardSm90Features::kPlain;
-  if (p.has_spans()) return BackwardSm90Features::kSpans;
+  if (p.is_sparse()) return takes_list_as_map(p) ? BackwardSm90Features::kMasks : BackwardSm90Features::kSparse;
   if (wide) return BackwardSm90Features::kMasks;
   if (!scaled || (score_mods(p) & ~kAlibi) || p.scale < kMinScale || p.dropout > kMaxDropout ||
       (p.mask.data && transposed_mask_of(p) == TransposedMask::kNone))
@@ -61,7 +68,7 @@ void visit_backward_sm90(const AttentionProblem& problem, F&& f) {
     if (features != Features::kPlain) {
       constexpr Constant<kHeadDim> kOwn{};
       [[maybe_unused]] constexpr Constant<kMaxOptionsHeadDimBackwardSm90> kWidest{};
-      if (features == Features::kSpans) return f(element, FeatureSet<Features::kSpans>{}, kOwn, kOwn);
+      if (features == Features::kSparse) return f(element, FeatureSet<Features::kSparse>{}, kOwn, kOwn);
       if constexpr (kHeadDim <= kWidest()) {
         if (features == Features::kMasks) return f(element, FeatureSet<Features::kMasks>{}, kOwn, kOwn);
         if (features == Features::kDropout) return f(element, FeatureSet<Features::kDropout>{}, kOwn, kOwn);
@@ -122,8 +129,9 @@ void launch_backward_sm90(const BackwardSm90Call& call, CUstream_st* stream) {
     return sends_grads ? tma_tensor_of<T>(problem, view, true, gradients.kv_grad_heads, width, Kernel::kWarpKeys) : TmaTensor{};
   };
   const TransposedMask transposed_mask =
-      Kernel::kTransposed || Kernel::kTakesSpans ? transposed_mask_of(problem) : TransposedMask::kNone;
-  const bool may_use_narrow_tile = Kernel::kMayUseNarrowTile && transposed_mask == TransposedMask::kBits &&
+      Kernel::kTransposed || Kernel::kSparse ? transposed_mask_of(problem) : TransposedMask::kNone;
+  const bool may_use_narrow_tile = Kernel::kMayUseNarrowTile &&
+                                   (transposed_mask == TransposedMask::kBits || space.tiles.map.is_list) &&
                                    space.tiles.map.size[2] > 1 && space.tiles.map.size[3] > 1;
   // A mask in TMA boxes that the batch shares is read once for the whole batch.
   const bool batch_innermost =
@@ -219,6 +227,7 @@ BackwardSm90Call backward_sm90_call(const BackwardPass& pass, void* workspace, i
   BackwardSm90Call call{.problem = pass.problem,
                         .gradients = pass.gradients,
                         .space = backward_sm90_space<kHeadDim>(pass.problem, pass.gradients, workspace)};
+  if (takes_list_as_map(pass.problem)) call.space.tiles.map = map_of_list(pass.problem);
   char* const after_space = static_cast<char*>(workspace) + call.space.bytes;
   if (pass.deterministic)
     visit_backward_sm90<kHeadDim>(pass.problem, [&]<class T>(Type<T>, auto features, auto head_dim, auto head_dim_v) {

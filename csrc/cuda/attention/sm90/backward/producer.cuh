@@ -8,7 +8,7 @@
 #include "../../../hw/mbarrier.cuh"
 #include "../../../hw/prmt.cuh"
 #include "../../../hw/semaphore.cuh"
-#include "../../masks/span_bits.cuh"
+#include "../../masks/sparse_bits.cuh"
 #include "config.cuh"
 
 namespace flash_online::cuda {
@@ -22,11 +22,11 @@ class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
  public:
   __device__ MaskedBlockIterator(const BackwardSm90Arguments& a, const BackwardWorkTile& tile, int head)
       : a_(a), tile_(tile), head_(head), next_(tile.begin), end_(tile.end) {
-    if constexpr (kTakesSpans) {
-      const TileSpans spans(a.problem, a.space.tiles.spans, tile.batch, head);
+    if constexpr (kSparse) {
+      const TileSparsity sparsity(a.problem, a.space.tiles.spans, tile.batch, head);
       const int key = tile.key - rank() * kKeys;
       const int last_key = min(key + kClusterKeys, tile.keys);
-      TileSpans::narrow<kQueries>(spans.keys, spans.key_intervals, key, last_key, next_, end_);
+      TileSparsity::narrow<kQueries>(sparsity.keys, sparsity.key_intervals, key, last_key, next_, end_);
       a.space.tiles.spans.queries.template narrow<kQueries>(tile.batch, head, key, last_key, next_, end_);
     }
     known_end_ = next_;
@@ -41,7 +41,7 @@ class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
   }
   // The number of the next block, tile.end if there is none; sets its QueryBlock::mask_flags.
   __device__ __forceinline__ int next(int& mask_flags) {
-    if (!kTakesSpans && !kinds_) {
+    if (!kSparse && !kinds_) {
       mask_flags = kBothVisible | (a_.problem.mask.data ? kEitherMixed : 0);
       return next_ < end_ ? next_++ : end_;
     }
@@ -58,7 +58,7 @@ class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
         return next_++;
       }
     }
-    return kTakesSpans ? tile_.end : end_;
+    return kSparse ? tile_.end : end_;
   }
 
  private:
@@ -68,21 +68,21 @@ class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
   }
   // Finds the kinds of the next 32 blocks, one block per lane.
   __device__ void read_kinds() {
-    if constexpr (kTakesSpans)
-      read_spans();
+    if constexpr (kSparse)
+      read_sparsity();
     else
       read_map();
     known_end_ = next_ + kWarpSize;
   }
-  __device__ __forceinline__ void read_spans() {
+  __device__ __forceinline__ void read_sparsity() {
     const int block = next_ + static_cast<int>(threadIdx.x) % kWarpSize, first = block * kQueries,
               end = min(first + kQueries, tile_.queries);
-    const TileSpans spans(a_.problem, a_.space.tiles.spans, tile_.batch, head_);
+    const TileSparsity sparsity(a_.problem, a_.space.tiles.spans, tile_.batch, head_);
 #pragma unroll 1
     for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
       const int key = tile_.key - rank() * kKeys + warpgroup * kWarpgroupKeys;
       MaskKind kind = MaskKind::kHidden;
-      if (block < end_ && key < tile_.keys) kind = spans.kind(first, end, key, min(key + kWarpgroupKeys, tile_.keys));
+      if (block < end_ && key < tile_.keys) kind = sparsity.kind(first, end, key, min(key + kWarpgroupKeys, tile_.keys));
       visible_[0] = visible_[1], mixed_[0] = mixed_[1];  // no register has an index at run time
       set_known(1, kind != MaskKind::kHidden, kind == MaskKind::kClear);
     }
@@ -94,8 +94,8 @@ class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
       bool visible = false, clear = true;
       if (block < end_ && (warpgroup == 0 || second_column_ >= 0))
         for (int row = block * (kQueries / kMaskMapTile); row < min((block + 1) * (kQueries / kMaskMapTile), rows_); ++row) {
-          const auto kind =
-              static_cast<MaskKind>(kinds_[int64_t{row} * row_step_ + first_column_ + (warpgroup == 0 ? 0 : second_column_)]);
+          const MaskKind kind =
+              a_.space.tiles.map.kind(kinds_[int64_t{row} * row_step_ + first_column_ + (warpgroup == 0 ? 0 : second_column_)]);
           visible |= kind != MaskKind::kHidden;
           clear &= kind == MaskKind::kClear;
         }
@@ -163,7 +163,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
   }
 
   __device__ __forceinline__ static bool reads_mask_bits(const BackwardSm90Arguments& a) {
-    return !kTakesSpans && a.transposed_mask == TransposedMask::kBits;
+    return !kSparse && a.transposed_mask == TransposedMask::kBits;
   }
   __device__ static void load_mask_bits(const BackwardSm90Arguments& a, Shared& shared, int stage, int head, int query) {
     const BackwardWorkTile& tile = shared.tile[0];
@@ -235,7 +235,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
                 a.problem.alibi_slopes)[tile.batch * a.problem.alibi_stride[0] + head * a.problem.alibi_stride[1]];
       if (reads_mask_bits(a) && (mask_flags & kEitherMixed)) bytes += sizeof(BlockBits);
     }
-    if constexpr (kTakesSpans && !kHasScheduler) arrive(&shared.spans.announced[count % SpanBarriers::kCount]);
+    if constexpr (kSparse && !kHasScheduler) arrive(&shared.spans.announced[count % SpanBarriers::kCount]);
     wait(&shared.stage_empty[stage], count / 2 % 2 ^ 1);
     arrive_expect_tx(&shared.query_full[stage], bytes);
     load_queries(shared.stage[stage].query, a.query, query_at, &shared.query_full[stage]);
@@ -287,7 +287,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     if (leads) {
       wait(&shared.stage_empty[count % 2], count / 2 % 2 ^ 1);
       shared.query_block[count % kQueryBlocks].query = -1;
-      if constexpr (kTakesSpans) arrive(&shared.spans.announced[count % SpanBarriers::kCount]);
+      if constexpr (kSparse) arrive(&shared.spans.announced[count % SpanBarriers::kCount]);
       arrive(&shared.query_full[count % 2]);
     }
   }
@@ -443,7 +443,7 @@ struct BackwardSm90Kernel<T, Config>::BlockScheduler {
 // Makes the bits of mixed blocks from spans: each warp those of one warpgroup's keys, or in the pipeline those of every other
 // block. A buffer is free when the block that its bits were of has left its stage, for the block two before this one.
 template <class T, class Config>
-__device__ void BackwardSm90Kernel<T, Config>::make_span_bits(const BackwardSm90Arguments& a, Shared& shared, int part) {
+__device__ void BackwardSm90Kernel<T, Config>::make_sparse_bits(const BackwardSm90Arguments& a, Shared& shared, int part) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
 #pragma unroll 1
   for (int count = 0;; ++count) {
@@ -457,13 +457,13 @@ __device__ void BackwardSm90Kernel<T, Config>::make_span_bits(const BackwardSm90
       if constexpr (kHasScheduler) work_tile = block.tile;
       const BackwardWorkTile& tile = shared.tile[work_tile % kWorkTiles];
       const Sequence sequence{{tile.first_query, tile.queries}, {tile.first_key - tile.key, tile.keys}, {}};
-      const HeadSpans spans(a.problem, sequence, tile.batch, block.head);
+      const HeadSparsity sparsity(a.problem, sequence, tile.batch, block.head);
       const int warpgroup = kPipelined ? 0 : part;
 #pragma unroll 1
       for (int n = 0; n < kQueries / kStatsRows; ++n) {
         unsigned words[4];
-        transposed_bits_of_spans(words, spans, query + n * kStatsRows, tile.queries, tile.key + warpgroup * kWarpgroupKeys,
-                                 tile.keys, lane);
+        transposed_bits_of(words, sparsity, query + n * kStatsRows, tile.queries, tile.key + warpgroup * kWarpgroupKeys,
+                           tile.keys, lane);
 #pragma unroll
         for (int i = 0; i < 4; ++i) mask_bits(shared, count % kMaskBitsBuffers).word[n][4 * warpgroup + i][lane] = words[i];
       }

@@ -48,7 +48,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::co
     if (has_mask_bits)
 #pragma unroll
       for (int n = 0; n < kQueries / kStatsRows; ++n)
-        visible[n] = mask_bits(shared, kTakesSpans ? block_count % kMaskBitsBuffers : now).word[n][warp][lane()];
+        visible[n] = mask_bits(shared, kSparse ? block_count % kMaskBitsBuffers : now).word[n][warp][lane()];
   wgmma_wait<1>();
   fence_registers(flat(score));
   if constexpr (kTransposed) add_alibi_and_mask(score, ahead);

@@ -30,7 +30,7 @@ __device__ __forceinline__ void BackwardSm90Kernel<T, Config>::MathWarpgroup::ma
     int now, ScoreAccumulator& score, const Prefetch& block, PackedScores& weight, PackedScores& sloped) {
   const bool capped = a.score_mod.cap > 0, has_mask_bits = a.transposed_mask == TransposedMask::kBits && block.mask_flags != 0;
   const unsigned visible[1] = {
-      has_mask_bits ? mask_bits(shared, kTakesSpans ? block_count % kMaskBitsBuffers : now).word[0][row_warp()][lane()] : 0};
+      has_mask_bits ? mask_bits(shared, kSparse ? block_count % kMaskBitsBuffers : now).word[0][row_warp()][lane()] : 0};
   if (capped)
     apply_softcap(score);
   else

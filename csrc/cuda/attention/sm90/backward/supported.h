@@ -28,10 +28,10 @@ inline const char* backward_sm90_refusal(const AttentionProblem& p, const Gpu& g
   const int64_t queries = p.query_starts ? p.total_queries : p.queries, keys = p.query_starts ? p.total_keys : p.keys;
   if (gpu.major != 9) return "the GPU's compute capability is not 9.0";
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return "the dtype is not float16 or bfloat16";
-  if (deterministic && (p.mask.data || p.has_spans()))
-    return "deterministic mode with a mask or spans: hidden blocks break the order of dQ additions";
-  if (p.has_spans() && (p.mask.data || p.dropout != 0 || score_mods(p) || !(p.scale >= 1e-6 && p.scale < 1e29)))
-    return "spans with a mask, dropout, a score modification or a scale that is not between 1e-6 and 1e29";
+  if (deterministic && (p.mask.data || p.is_sparse()))
+    return "deterministic mode with a mask, spans or a list of blocks: hidden blocks break the order of dQ additions";
+  if (p.is_sparse() && (p.mask.data || p.dropout != 0 || score_mods(p) || !(p.scale >= 1e-6 && p.scale < 1e29)))
+    return "spans or a list of blocks with a mask, dropout, a score modification or a scale that is not between 1e-6 and 1e29";
   if (std::max(p.head_dim, p.head_dim_v) > kMaxOptionsHeadDimBackwardSm90) {
     if (p.dropout != 0) return "dropout with a head dim over 128";
     if (p.mask.data && p.mask_dtype != DType::kBool) return "a float mask with a head dim over 128";

@@ -12,7 +12,7 @@ enum class BackwardSm90Features {
   // A bool mask, a 16-bit mask of the queries' dtype, ALiBi. In the pipeline: a bool mask, with ALiBi or a softcap.
   kMasks,
   kMasksNarrowTile,  // as kMasks, in CTAs of 64 keys: where a bool mask hides much
-  kSpans,            // spans
+  kSparse,           // spans, lists of blocks
   kDropout,          // dropout, a bool mask, ALiBi
   kAllOptions,       // softcap, any mask, ALiBi, dropout, any scale
 };
@@ -52,7 +52,7 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
      .ping_pong = true, .send_dq_late = true, .persistent = true, .math_registers = 240, .producer_registers = 24},
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kMasks, .keys = 128, .queries = 128,
      .send_dq_late = true, .math_registers = 232, .producer_registers = 40},
-    {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kSpans, .keys = 128, .queries = 128,
+    {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kSparse, .keys = 128, .queries = 128,
      .ping_pong = true, .send_dq_late = true, .persistent = true, .math_registers = 240, .producer_registers = 24},
     {.head_dim = 64, .head_dim_v = 64, .features = BackwardSm90Features::kDropout, .keys = 128, .queries = 128,
      .send_dq_late = true, .math_registers = 224, .producer_registers = 24, .aux_registers = 40, .dropout_warps = 4},
@@ -66,7 +66,7 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
      .prefetch_lse = true, .math_registers = 240, .producer_registers = 24},
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kMasksNarrowTile, .keys = 64, .queries = 64,
      .math_registers = 232, .producer_registers = 24, .warpgroups = 1, .ctas_per_sm = 2},
-    {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kSpans, .keys = 128, .queries = 64,
+    {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kSparse, .keys = 128, .queries = 64,
      .ping_pong = true, .ds_before_dv = true, .persistent = true, .math_registers = 240, .producer_registers = 24},
     {.head_dim = 128, .head_dim_v = 128, .features = BackwardSm90Features::kDropout, .keys = 128, .queries = 64,
      .math_registers = 224, .producer_registers = 24, .aux_registers = 40, .dropout_warps = 4},
@@ -83,7 +83,7 @@ inline constexpr BackwardSm90Tile kBackwardSm90Tiles[] = {
      .dq_register_tiles = 2, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
     {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kMasks, .keys = 64, .queries = 64,
      .dq_register_tiles = 2, .math_registers = 208, .producer_registers = 24, .aux_registers = 72},
-    {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kSpans, .keys = 64, .queries = 64,
+    {.head_dim = 256, .head_dim_v = 256, .features = BackwardSm90Features::kSparse, .keys = 64, .queries = 64,
      .dq_register_tiles = 2, .math_registers = 200, .producer_registers = 40, .aux_registers = 72},
 };
 // clang-format on
@@ -100,7 +100,8 @@ constexpr bool is_valid(const BackwardSm90Tile& tile) {
          tile.threads() <= 1024 && is_register_count(tile.math_registers) && is_register_count(tile.producer_registers) &&
          (aux_threads == 0 ? tile.aux_registers == 0 : is_register_count(tile.aux_registers)) &&
          tile.dropout_warps == (tile.features == BackwardSm90Features::kDropout ? 4 : 0) &&
-         (!tile.persistent || tile.features == BackwardSm90Features::kPlain || tile.features == BackwardSm90Features::kSpans) &&
+         (!tile.persistent || tile.features == BackwardSm90Features::kPlain ||
+          tile.features == BackwardSm90Features::kSparse) &&
          128 * (tile.warpgroups * tile.math_registers + tile.producer_registers) + aux_threads * tile.aux_registers <=
              launch_registers;
 }

@@ -515,7 +515,7 @@ const char* AttentionBackwardBf16x2Sm90<kHeadDim>::refusal(const BackwardPass& p
   if (gpu.major != 9) return "the GPU's compute capability is not 9.0";
   if (p.dtype != DType::kFloat32 || !p.tf32) return "it takes float32 where torch allows tf32";
   if (pass.deterministic) return "deterministic";
-  if (p.mask.data || p.has_spans() || p.dropout != 0 || ScoreMod(p).has_score_mod)
+  if (p.mask.data || p.is_sparse() || p.dropout != 0 || ScoreMod(p).has_score_mod)
     return "a mask, dropout, a softcap, ALiBi or a scale that is not positive";
   if (p.batch == 0 || p.heads == 0 || queries == 0 || keys == 0 || p.head_dim == 0 || p.head_dim_v == 0) return "a size of 0";
   if (std::max(queries, keys) > kMaxLengthBackwardSm90) return "a length over 2^28";

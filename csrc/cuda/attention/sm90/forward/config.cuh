@@ -56,8 +56,10 @@ struct MaskArguments {
   } bits;  // see MaskBits; steps count words
 };
 
-struct SpanArguments {
+struct SparsityArguments {
   SpanView queries, keys;
+  View4<const uint8_t*> tiles;
+  int tile_keys;
   SpanTables tables;
   unsigned* tile_counter;  // 0 at the start: how many work tiles the CTAs have claimed
 };
@@ -84,7 +86,7 @@ struct ForwardSm90Arguments {
   MaskSource mask_source = MaskSource::kNone;
   bool has_score_mod;  // softcap or ALiBi: see apply_score_mod()
   MaskArguments mask = {};
-  SpanArguments spans = {};
+  SparsityArguments sparsity = {};
   DropoutArguments dropout = {};
   float *lse, *lse_low;
   int64_t lse_stride[2];
@@ -107,13 +109,15 @@ template <class T, class Variant>
 struct ForwardSm90Kernel {
   static constexpr ForwardSm90Tile kTile = Variant::kTile;
   static constexpr bool kHasOptions = Variant::kHasOptions, kFloatMask = Variant::kFloatMask, kPacked = Variant::kPacked,
-                        kCached = Variant::kCached, kKvSplit = Variant::kKvSplit, kHasSpans = Variant::kHasSpans;
+                        kCached = Variant::kCached, kKvSplit = Variant::kKvSplit, kSparse = Variant::kSparse;
   using Arguments = std::conditional_t<kKvSplit, KvSplitSm90Arguments,
                                        std::conditional_t<kCached, CachedSm90Arguments, ForwardSm90Arguments>>;
   static_assert(!kKvSplit || (kCached && !kHasOptions));
-  static_assert(!kHasSpans || !kPacked);
-  static constexpr bool kMasked = (kHasOptions || kHasSpans) && !kPacked;  // blocks may be hidden by more than position
-  static constexpr int kSpanWarps = kHasSpans ? 2 : 0;  // they make the bits of mixed blocks
+  static_assert(!kSparse || !kPacked);
+  static constexpr bool kMasked = (kHasOptions || kSparse) && !kPacked;  // blocks may be hidden by more than position
+  // A warpgroup takes runs of blocks that are alike, and else one block after another. Lists of narrow blocks have short runs.
+  static constexpr bool kTakesRuns = kSparse && !Variant::kIsNarrow;
+  static constexpr int kSpanWarps = kSparse ? 2 : 0;  // they make the bits of mixed blocks
   static constexpr bool kHasDropout = kTile.dropout_warps > 0;
   static constexpr bool kVByColumns = kTile.v_by_columns;
   static_assert(!kVByColumns || (!kHasOptions && !kPacked));
@@ -140,7 +144,7 @@ struct ForwardSm90Kernel {
   // While a warpgroup holds a stage of values, it may pass over as many blocks of other warpgroups as there are other stages.
   static constexpr int kMaxSkips = kMasked ? kStages - 1 : 0;
   // If tiles are claimed from a counter: the next tile is claimed when the first warpgroup is this many blocks before its last;
-  // with spans at a block of tile.claim_at.
+  // with sparsity at a block of tile.claims.at.
   static constexpr int kClaimAhead = 4;
   static_assert(kHeadDimBoxes % kKeyStagesPerBlock == 0 && kHeadDimSteps % kKeyStagesPerBlock == 0);
   static_assert(!kMasked || kKeyStages == kStages);  // one PipelineState serves both
@@ -185,7 +189,7 @@ struct ForwardSm90Kernel {
 
   using TileListOfVariant = std::conditional_t<kCached, CachedTileList, VarlenTileList>;
   using VarlenScheduler = std::conditional_t<kKvSplit, LineScheduler, VarlenTileScheduler<kTile.queries(), TileListOfVariant>>;
-  using DenseScheduler = std::conditional_t<kHasSpans, ClaimingTileScheduler, TileScheduler>;
+  using DenseScheduler = std::conditional_t<kSparse, ClaimingTileScheduler, TileScheduler>;
   using Scheduler = std::conditional_t<kPacked, VarlenScheduler, DenseScheduler>;
   struct VarlenShared {
     uint64_t value_loaded[kStages];  // barriers of values before their tail is cleared
@@ -211,6 +215,10 @@ struct ForwardSm90Kernel {
   struct SeenKeys {
     int begin, end;  // keys outside of these no query of the sequence sees: nothing of them may be read
   };
+  struct Claims {
+    int at;  // the block at which the next tile is claimed
+    int last_end[kRowBlocks];  // after the last block that the warpgroup visits
+  };
   // A CTA's work at a time. Ranges of keys count blocks.
   struct ForwardWorkTile {
     int batch, head, first_query;  // packed: batch is the sequence, first_query counts within it; batch -1: no more tiles
@@ -226,7 +234,7 @@ struct ForwardSm90Kernel {
     } row_block[kRowBlocks];
     [[no_unique_address]] std::conditional_t<kHasOptions, float, Empty> slope;  // of ALiBi, in units of the scores
     [[no_unique_address]] std::conditional_t<kMasked, TileMaskMap, Empty> map;
-    [[no_unique_address]] std::conditional_t<kHasSpans, int, Nothing> claim_at;  // the block at which the next tile is claimed
+    [[no_unique_address]] std::conditional_t<kSparse, Claims, Nothing> claims;
   };
 
   struct Shared {
@@ -236,7 +244,7 @@ struct ForwardSm90Kernel {
     [[no_unique_address]] std::conditional_t<kFloatMask, MaskBuffers, Empty> mask;
     [[no_unique_address]] std::conditional_t<kTile.staged_out, OutBuffer, Empty> out;
     [[no_unique_address]] std::conditional_t<kHasDropout, DropoutBits, Empty> dropout;
-    [[no_unique_address]] std::conditional_t<kHasSpans, SpanShared, Nothing> spans;
+    [[no_unique_address]] std::conditional_t<kSparse, SpanShared, Nothing> spans;
     ForwardWorkTile tile[kWorkTiles];
     uint64_t tile_full[kWorkTiles], tile_empty[kWorkTiles];
     uint64_t query_full[kQueryStages], query_empty[kQueryStages];
@@ -328,7 +336,7 @@ struct ForwardSm90Kernel {
   __device__ static void clear_unseen_values(Shared& shared, int lane);
   __device__ static void clear_unused_rows(const Arguments& a, int lane);
   __device__ static void generate_dropout(const Arguments& a, Shared& shared, int warp, int lane);
-  __device__ static void make_span_bits(const Arguments& a, Shared& shared, int part, int lane);
+  __device__ static void make_sparse_bits(const Arguments& a, Shared& shared, int part, int lane);
   struct MathWarpgroup;
 
   // Functions of the above.
@@ -337,12 +345,12 @@ struct ForwardSm90Kernel {
                                                       const Visibility& visible);
   __device__ __forceinline__ static void rows_of_sequence(const Arguments& a, int sequence, Rows& queries, Rows& keys);
   __device__ __forceinline__ static void clear_rows(const Arguments& a, const Rows& rows, int lane);
-  __device__ __forceinline__ static TileSpans spans_of(const Arguments& a, int batch, int head);
+  __device__ __forceinline__ static TileSparsity sparsity_of(const Arguments& a, int batch, int head);
   __device__ __forceinline__ static void narrow_by_spans(const Arguments& a, const WorkTileCoord& tile, int query,
                                                          int last_query, int& begin, int& end);
-  __device__ __forceinline__ static void kinds_by_spans(const Arguments& a, const ForwardWorkTile& tile, const TileSpans& spans,
-                                                        int block, int end, bool (&hidden)[kRowBlocks],
-                                                        bool (&clear)[kRowBlocks]);
+  __device__ __forceinline__ static void kinds_of_blocks(const Arguments& a, const ForwardWorkTile& tile,
+                                                         const TileSparsity& sparsity, int block, int end,
+                                                         bool (&hidden)[kRowBlocks], bool (&clear)[kRowBlocks]);
   __device__ __forceinline__ static void mark_blocks(const Arguments& a, ForwardWorkTile& tile, int shift, int words, int lane,
                                                      int& first_word, int& last_word);
   __device__ static void make_mask_map(const Arguments& a, ForwardWorkTile& tile, int lane);

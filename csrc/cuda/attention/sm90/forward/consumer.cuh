@@ -46,20 +46,27 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   // Blocks that only other warpgroups process: before the next one of this warpgroup, and after its last one of the tile.
   int skipped = 0, skipped_after = 0;
 
+  // Bits of the 32 blocks from window_begin on, after those that are known: loaded, visited by this warpgroup, clear.
+  struct MaskWindow {
+    unsigned loaded, visited, clear;
+    int window_begin;
+  };
   // The mask of a block, looked up one block ahead.
   struct BlockMask {
     unsigned shown;  // by a bool mask: see MaskBits
     bool clear;
   };
-  struct MaskPrefetch {
+  struct MaskPrefetch : MaskWindow {
     int next_block, next_skipped;  // the next value of `block`, and how many blocks are loaded before it for others
     BlockMask next, now;
-    // Bits of the 32 blocks from window_begin on, after next_block: loaded, visited by this warpgroup, clear.
-    unsigned loaded, visited, clear;
-    int window_begin;
     const unsigned* bits;  // of the lane's rows
   };
-  [[no_unique_address]] std::conditional_t<kMasked, MaskPrefetch, Empty> prefetch;
+  // Where kTakesRuns: blocks in a row that this warpgroup visits, all of them clear or all mixed.
+  struct BlockRun : MaskWindow {
+    int run_end;
+    bool is_clear;
+  };
+  [[no_unique_address]] std::conditional_t<kTakesRuns, BlockRun, std::conditional_t<kMasked, MaskPrefetch, Empty>> prefetch;
   [[no_unique_address]] std::conditional_t<kHasDropout, unsigned, Empty> dropout_bits;  // of the block: see dropout_bit()
   float out[kOutRegisters];
   float score[kScoreRegisters];  // and then the weights
@@ -221,7 +228,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   }
   // Finds the next block, `end` or more if there is none: arithmetic that the exponentials of the weights hide.
   __device__ __forceinline__ void prefetch_mask() {
-    if constexpr (kMasked) {
+    if constexpr (kMasked && !kTakesRuns) {
       const unsigned lowest = prefetch.visited & -prefetch.visited, below = lowest - 1;
       prefetch.next_block = prefetch.window_begin + __popc(below);
       prefetch.next_skipped += __popc(prefetch.loaded & below);
@@ -233,6 +240,25 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     }
   }
 
+  // Finds the next run; `block` is `end` or more if there is none.
+  __device__ __forceinline__ void start_run() {
+#pragma unroll 1
+    while (prefetch.visited == 0 && prefetch.window_begin + 32 < end) {
+      skipped += __popc(prefetch.loaded);
+      prefetch.window_begin += 32;
+      load_mask_words();
+    }
+    const unsigned lowest = prefetch.visited & -prefetch.visited, below = lowest - 1;
+    prefetch.is_clear = prefetch.clear & lowest;
+    const unsigned others = (~prefetch.visited | (prefetch.is_clear ? ~prefetch.clear : prefetch.clear)) & ~below,
+                   run = ~below & ((others & -others) - 1);
+    skipped += __popc(prefetch.loaded & below);
+    block = prefetch.window_begin + __popc(below);
+    prefetch.run_end = block + __popc(run);
+    prefetch.visited &= ~run;
+    prefetch.loaded &= ~(below | run);
+  }
+
   // The next work tile; false if there is none.
   __device__ __forceinline__ bool fetch_tile() {
     wait(&shared.tile_full[next_tile.stage], next_tile.parity);
@@ -242,18 +268,23 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     if constexpr (!kMasked) skipped = skipped_after;
     if (tile.batch < 0) return false;
     if constexpr (kMasked) {
-      if (kHasOptions && a.mask_source == MaskSource::kBits)
-        prefetch.bits = a.mask.bits.words + tile.batch * a.mask.bits.batch_step + tile.head * a.mask.bits.head_step +
-                        min((tile.first_query + row_block * kRowsPerWarpgroup) / kBitRows + warp, a.mask.bits.last_row) *
-                            a.mask.bits.row_step +
-                        lane;
+      if constexpr (kHasOptions)
+        if (a.mask_source == MaskSource::kBits)
+          prefetch.bits = a.mask.bits.words + tile.batch * a.mask.bits.batch_step + tile.head * a.mask.bits.head_step +
+                          min((tile.first_query + row_block * kRowsPerWarpgroup) / kBitRows + warp, a.mask.bits.last_row) *
+                              a.mask.bits.row_step +
+                          lane;
       prefetch.window_begin = tile.begin;
-      prefetch.next_skipped = skipped;  // after the blocks of the tile before
       end = tile.end;
       load_mask_words();
-      advance_mask_window();
-      prefetch_mask();
-      next_block();
+      if constexpr (kTakesRuns) {
+        start_run();
+      } else {
+        prefetch.next_skipped = skipped;  // after the blocks of the tile before
+        advance_mask_window();
+        prefetch_mask();
+        next_block();
+      }
     } else {
       block = tile.row_block[row_block].begin;
       end = tile.row_block[row_block].end;
@@ -265,7 +296,10 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     return true;
   }
   __device__ __forceinline__ void next_block() {
-    if constexpr (kMasked) {
+    if constexpr (kTakesRuns) {
+      if (++block == prefetch.run_end) [[unlikely]]
+        start_run();
+    } else if constexpr (kMasked) {
       block = prefetch.next_block;
       skipped = prefetch.next_skipped;
       prefetch.next_skipped = 0;
@@ -276,8 +310,18 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
       ++block;
     }
   }
+  // With sparsity: whether it hides nothing of the block.
+  __device__ __forceinline__ bool block_is_clear() const {
+    if constexpr (kTakesRuns)
+      return prefetch.is_clear;
+    else
+      return prefetch.now.clear;
+  }
   __device__ __forceinline__ bool is_last_block() const {
-    if constexpr (kMasked) return prefetch.next_block >= end;
+    if constexpr (kTakesRuns)
+      return block + 1 == prefetch.run_end && block + 1 == shared.tile[tile_stage].claims.last_end[row_block];
+    else if constexpr (kMasked)
+      return prefetch.next_block >= end;
     return block + 1 == end;
   }
 
@@ -361,7 +405,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
         add_float_mask<__nv_bfloat16, true>();
       else
         add_float_mask<__nv_bfloat16, false>();
-    } else if constexpr (kHasSpans) {
+    } else if constexpr (kSparse) {
 #pragma unroll
       for (int n = 0; n < kSpanWords; ++n) {
         const unsigned shown = shared.spans.word[key.parity][key.stage][4 * row_block + warp][n][lane];
@@ -423,8 +467,8 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
       if (a.has_score_mod) [[unlikely]]
         apply_score_mod();
     }
-    if constexpr (kHasSpans) {
-      if (!prefetch.now.clear) apply_mask();
+    if constexpr (kSparse) {
+      if (!block_is_clear()) apply_mask();
     } else if constexpr (kMasked) {
       if (prefetch.now.clear) return;
       apply_mask();

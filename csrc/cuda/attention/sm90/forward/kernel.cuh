@@ -41,7 +41,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::init_barriers(con
     if constexpr (kPacked) mbarrier_init(&shared.packed.value_loaded[i], 1);
   }
   if constexpr (kPacked) mbarrier_init(&shared.packed.tile_wanted, 1);
-  if constexpr (kHasSpans) mbarrier_init(&shared.spans.tile_wanted, 1);
+  if constexpr (kSparse) mbarrier_init(&shared.spans.tile_wanted, 1);
   fence_barrier_init();
 }
 
@@ -49,10 +49,8 @@ template <class T, class Variant>
 __device__ void ForwardSm90Kernel<T, Variant>::run(const Arguments& a, Shared& shared) {
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) init_barriers(a, shared);
-  if constexpr (kKvSplit) {
-    grid_dependency_wait();
-    launch_dependents();  // what follows may rely on all before this kernel having ended
-  }
+  if constexpr (kKvSplit || kSparse) grid_dependency_wait();
+  if constexpr (kKvSplit) launch_dependents();  // what follows may rely on all before this kernel having ended
   __syncthreads();
   // Warp 0 loads, warp 1 schedules, warps 2 and 3 have what packed sequences, cached keys, spans and kVByColumns need; then
   // come the math warpgroups, and after them the dropout warps.
@@ -67,8 +65,8 @@ __device__ void ForwardSm90Kernel<T, Variant>::run(const Arguments& a, Shared& s
     if (warp == 1) schedule_tiles(a, shared, lane);
     if constexpr (kVByColumns)
       if (warp == 2 && lane == 0) load_values(a, shared);
-    if constexpr (kHasSpans)
-      if (warp >= 2) make_span_bits(a, shared, warp - 2, lane);
+    if constexpr (kSparse)
+      if (warp >= 2) make_sparse_bits(a, shared, warp - 2, lane);
     if constexpr (kCached) {
       if (warp == 2) clear_unseen_values(shared, lane);
       if (warp == 3) {

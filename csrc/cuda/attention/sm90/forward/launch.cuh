@@ -178,13 +178,18 @@ void launch_forward_sm90(const AttentionProblem& p, const ForwardSm90Tables& tab
   ForwardSm90Arguments a = make_arguments(p, tensors_of<Kernel, T>(p));
   set_order<Kernel>(a, p, sizeof(T), max_ctas, tile_counter);
   if constexpr (Variant::kHasOptions) add_options<Kernel, T>(a, p, tables.mask);
-  if constexpr (Variant::kHasSpans)
-    a.spans = {.queries = p.query_spans, .keys = p.key_spans, .tables = tables.spans, .tile_counter = tile_counter};
+  if constexpr (Variant::kSparse)
+    a.sparsity = {.queries = p.query_spans,
+                  .keys = p.key_spans,
+                  .tiles = p.tiles,
+                  .tile_keys = p.tile_keys,
+                  .tables = tables.spans,
+                  .tile_counter = tile_counter};
   if (Variant::kPacked && tile_counter)
     check(cudaMemsetAsync(tile_counter, 0, sizeof(*tile_counter), stream), "cudaMemsetAsync");
   const int64_t tiles = int64_t{a.batch} * a.heads * a.schedule.row_tiles;
   launch<attention_forward_sm90<T, Variant>>(a, std::clamp(tiles, int64_t{1}, max_ctas), Kernel::kTile.threads(),
-                                             Kernel::kSharedBytes, stream);
+                                             Kernel::kSharedBytes, stream, Variant::kSparse);
 }
 
 inline bool has_options(const AttentionProblem& p) { return score_mods(p) != 0 || p.mask.data || p.dropout != 0; }
@@ -198,6 +203,10 @@ inline bool has_little_work(const AttentionProblem& p, const ForwardSm90Tile& ti
   return narrow || 2 * p.batch * p.heads * (ceil_div(p.queries, tile_queries)) <= sm_count();
 }
 
+// Where kSparse has blocks of more keys.
+template <ForwardSm90Tile kPlainTile>
+constexpr bool kHasNarrowSparseTile = forward_sm90_variant(kForwardSm90Packed, kPlainTile).keys > 64;
+
 template <class T, int kEntry, bool kPacked>
 void forward_sm90_in_entry(const AttentionProblem& problem, const ForwardSm90Tables& tables, unsigned* tile_counter,
                            cudaStream_t stream) {
@@ -208,10 +217,14 @@ void forward_sm90_in_entry(const AttentionProblem& problem, const ForwardSm90Tab
       if (has_float_mask(problem))
         return launch_forward_sm90<T, ForwardSm90Variant<kEntry, Features::kOptionsFloatMask, false>>(problem, tables,
                                                                                                       tile_counter, stream);
+    if constexpr (!kPacked && kHasNarrowSparseTile<kTile>)
+      if (problem.tiles.data && problem.tile_keys == 64)
+        return launch_forward_sm90<T, ForwardSm90Variant<kEntry, Features::kSparseNarrow, false>>(problem, tables, tile_counter,
+                                                                                                  stream);
     if constexpr (!kPacked)
-      if (problem.has_spans())
-        return launch_forward_sm90<T, ForwardSm90Variant<kEntry, Features::kSpans, false>>(problem, tables, tile_counter,
-                                                                                           stream);
+      if (problem.is_sparse())
+        return launch_forward_sm90<T, ForwardSm90Variant<kEntry, Features::kSparse, false>>(problem, tables, tile_counter,
+                                                                                            stream);
     if (has_options(problem))
       return launch_forward_sm90<T, ForwardSm90Variant<kEntry, Features::kOptions, kPacked>>(problem, tables, tile_counter,
                                                                                              stream);
@@ -232,7 +245,7 @@ void forward_sm90_from_entry(const AttentionProblem& problem, const ForwardSm90T
       if (problem.head_dim_v > kTile.head_dim_v)
         return forward_sm90_from_entry<kHeadDim, kEntry + 1>(problem, tables, tile_counter, stream);
     if constexpr (kTile.max_queries > 0)
-      if (has_options(problem) || problem.has_spans() ||
+      if (has_options(problem) || problem.is_sparse() ||
           !has_little_work(problem, kTile, kForwardSm90Plain[kEntry + 1].queries()))
         return forward_sm90_from_entry<kHeadDim, kEntry + 1>(problem, tables, tile_counter, stream);
     const auto visit = [&]<class T>(T) {
@@ -265,7 +278,7 @@ void AttentionForwardSm90<kHeadDim>::run(const ForwardPass& pass, void* workspac
   void* const at = tile_counter ? static_cast<char*>(workspace) + kTileCounterBytesForwardSm90 : workspace;
   const ForwardSm90Tables tables{mask_tables_of(pass.problem, at), span_tables_of(pass.problem, at)};
   fill_mask_tables(pass.problem, tables.mask, stream);
-  fill_span_tables(pass.problem, tables.spans, stream, tile_counter);
+  fill_span_tables(pass.problem, tables.spans, stream, pass.problem.is_sparse() ? tile_counter : nullptr);
   forward_sm90_from_entry<kHeadDim>(pass.problem, tables, tile_counter, stream);
 }
 

@@ -7,23 +7,24 @@
 #include "../../../../core/philox.h"
 #include "../../../hw/mbarrier.cuh"
 #include "../../../hw/vector.cuh"
-#include "../../masks/span_bits.cuh"
+#include "../../masks/sparse_bits.cuh"
 #include "config.cuh"
 
 namespace flash_online::cuda {
 
 // ---- the scheduler warp: what the next work tiles are, ahead of all other warps
 
-// What spans say of the tiles of a head.
+// What sparsity says of the tiles of a head.
 template <class T, class Variant>
-__device__ __forceinline__ TileSpans ForwardSm90Kernel<T, Variant>::spans_of(const Arguments& a, int batch, int head) {
-  TileSpans spans;
-  if constexpr (kHasSpans) {
-    const auto& [queries, keys] = a.spans.tables;
-    spans.queries = queries.of(nullptr, 0, batch, head), spans.query_intervals = queries.intervals;
-    spans.keys = keys.of(nullptr, 0, batch, head), spans.key_intervals = keys.intervals;
+__device__ __forceinline__ TileSparsity ForwardSm90Kernel<T, Variant>::sparsity_of(const Arguments& a, int batch, int head) {
+  TileSparsity sparsity;
+  if constexpr (kSparse) {
+    const auto& [queries, keys] = a.sparsity.tables;
+    sparsity.queries = queries.of(nullptr, 0, batch, head), sparsity.query_intervals = queries.intervals;
+    sparsity.keys = keys.of(nullptr, 0, batch, head), sparsity.key_intervals = keys.intervals;
+    sparsity.listed = ListedTiles(a.sparsity.tiles, a.sparsity.tile_keys, batch, head);
   }
-  return spans;
+  return sparsity;
 }
 
 // Narrows the range [begin, end) of blocks of keys to those that the spans of the queries [query, last_query), and those of far
@@ -32,18 +33,18 @@ template <class T, class Variant>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::narrow_by_spans(const Arguments& a, const WorkTileCoord& tile,
                                                                                int query, int last_query, int& begin,
                                                                                int& end) {
-  const TileSpans spans = spans_of(a, tile.batch, tile.head);
-  TileSpans::narrow<kKeys>(spans.queries, spans.query_intervals, query, last_query, begin, end);
-  a.spans.tables.keys.template narrow<kKeys>(tile.batch, tile.head, query, last_query, begin, end);
+  const TileSparsity sparsity = sparsity_of(a, tile.batch, tile.head);
+  TileSparsity::narrow<kKeys>(sparsity.queries, sparsity.query_intervals, query, last_query, begin, end);
+  a.sparsity.tables.keys.template narrow<kKeys>(tile.batch, tile.head, query, last_query, begin, end);
 }
 
-// Whether spans hide all of the blocks [block, end) from a warpgroup, and whether they hide nothing of any. What position hides
-// does not count: apply_visibility() asks for itself.
+// Whether sparsity hides all of the blocks [block, end) from a warpgroup, and whether it hides nothing of any. What position
+// hides does not count: apply_visibility() asks for itself.
 template <class T, class Variant>
-__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::kinds_by_spans(const Arguments& a, const ForwardWorkTile& tile,
-                                                                              const TileSpans& spans, int block, int end,
-                                                                              bool (&hidden)[kRowBlocks],
-                                                                              bool (&clear)[kRowBlocks]) {
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::kinds_of_blocks(const Arguments& a, const ForwardWorkTile& tile,
+                                                                               const TileSparsity& sparsity, int block, int end,
+                                                                               bool (&hidden)[kRowBlocks],
+                                                                               bool (&clear)[kRowBlocks]) {
   const auto first_query = [&](int i) {
     return min(tile.first_query / kMaskMapTile + i, (a.queries - 1) / kMaskMapTile) * kMaskMapTile;
   };
@@ -58,14 +59,21 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::kinds_by_spans(co
       for (int i = 0; i < kRowBlocks; ++i) all_hidden[i] = true, any_clear[i] = false;
     };
     bool block_hidden[kRowBlocks] = {};
+    if (sparsity.listed.data) {
+#pragma unroll
+      for (int i = 0; i < kRowBlocks; ++i) {
+        const MaskKind kind = sparsity.listed.kind(first_query(i), key, last_key);
+        block_hidden[i] = kind == MaskKind::kHidden, clear[i] &= kind == MaskKind::kClear;
+      }
+    }
     const auto end_side = [&] {
 #pragma unroll
       for (int i = 0; i < kRowBlocks; ++i) block_hidden[i] |= all_hidden[i], clear[i] &= any_clear[i];
     };
-    if (spans.keys) {
+    if (sparsity.keys) {
       begin_side();
-      for (int n = 0; n < spans.key_intervals; ++n) {
-        const SpanBounds keys = TileSpans::bounds_of<kKeys>(spans.keys, spans.key_intervals, n, key, last_key);
+      for (int n = 0; n < sparsity.key_intervals; ++n) {
+        const SpanBounds keys = TileSparsity::bounds_of<kKeys>(sparsity.keys, sparsity.key_intervals, n, key, last_key);
 #pragma unroll
         for (int i = 0; i < kRowBlocks; ++i) {
           const int query = first_query(i), last_query = min(query + kMaskMapTile, a.queries);
@@ -75,14 +83,14 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::kinds_by_spans(co
       }
       end_side();
     }
-    if (spans.queries) {
+    if (sparsity.queries) {
       begin_side();
-      for (int n = 0; n < spans.query_intervals; ++n)
+      for (int n = 0; n < sparsity.query_intervals; ++n)
 #pragma unroll
         for (int i = 0; i < kRowBlocks; ++i) {
           const int query = first_query(i);
           const SpanBounds rows =
-              TileSpans::bounds_of<kMaskMapTile>(spans.queries, spans.query_intervals, n, query, query + kMaskMapTile);
+              TileSparsity::bounds_of<kMaskMapTile>(sparsity.queries, sparsity.query_intervals, n, query, query + kMaskMapTile);
           all_hidden[i] &= rows.hides(key, last_key);
           any_clear[i] |= rows.clears(key, last_key);
         }
@@ -101,13 +109,13 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::mark_blocks(const
                                                                            int words, int lane, int& first_word,
                                                                            int& last_word) {
   const uint8_t* const kinds = a.mask.map.kinds + tile.batch * a.mask.map.batch_step + tile.head * a.mask.map.head_step;
-  [[maybe_unused]] const TileSpans spans = spans_of(a, tile.batch, tile.head);
+  [[maybe_unused]] const TileSparsity sparsity = sparsity_of(a, tile.batch, tile.head);
 #pragma unroll 1
   for (int word = 0; word < words; ++word) {
     const int block = tile.begin + ((word * 32 + lane) << shift);
-    if constexpr (kHasSpans) {
+    if constexpr (kSparse) {
       bool hidden[kRowBlocks], clear[kRowBlocks];
-      kinds_by_spans(a, tile, spans, block, min(block + (1 << shift), tile.end), hidden, clear);
+      kinds_of_blocks(a, tile, sparsity, block, min(block + (1 << shift), tile.end), hidden, clear);
       unsigned any_seen = 0;
 #pragma unroll
       for (int i = 0; i < kRowBlocks; ++i) {
@@ -158,7 +166,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a,
     words = (((tile.end - tile.begin - 1) >> shift) + 32) / 32;
     int first_word = 0, last_word = 0;
     mark_blocks(a, tile, shift, words, lane, first_word, last_word);
-    if constexpr (kHasSpans) {
+    if constexpr (kSparse) {
       // Words without a visible block would cost all warps that walk through the map.
       last_word = max(last_word, first_word);
       words = last_word - first_word + 1;
@@ -186,12 +194,6 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a,
       visited[last / 32] |= 1u << last % 32;
     }
   }
-  if constexpr (kHasSpans) {
-    // Before the last block of the warpgroup that ends first: it waits for the next tile before it releases what only others
-    // see. A map of many blocks takes a while.
-    const int first_to_end = __reduce_min_sync(~0u, lane < kRowBlocks ? last : INT_MAX);
-    if (lane == 0) tile.claim_at = tile.begin + (first_to_end << shift) - kClaimAhead - (tile.end - tile.begin) / kWarpSize;
-  }
   __syncwarp();
   for (int word = lane; word < words; word += kWarpSize) {
     unsigned loaded = 0;
@@ -200,6 +202,20 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_mask_map(const Arguments& a,
     tile.map.loaded[word] = loaded;
   }
   __syncwarp();
+  if constexpr (kSparse) {
+    // The next tile is claimed before the last block of the warpgroup that ends first: that one waits for the next tile before
+    // it releases what only others see. A map of many blocks takes a while.
+    int ahead = kClaimAhead + words;
+    const int first_to_end = __reduce_min_sync(~0u, lane < kRowBlocks ? last : INT_MAX);
+    int word = first_to_end / 32;
+    unsigned left = tile.map.loaded[word] & ~0u >> (31 - first_to_end % 32);
+#pragma unroll 1
+    for (; word > 0 && __popc(left) <= ahead; left = tile.map.loaded[--word]) ahead -= __popc(left);
+#pragma unroll 1
+    for (; ahead > 0 && left; --ahead) left &= ~(1u << (31 - __clz(left)));
+    if (lane == 0) tile.claims.at = left ? tile.begin + ((word * 32 + 31 - __clz(left)) << shift) : tile.begin;
+    if (lane < kRowBlocks) tile.claims.last_end[lane] = min(tile.begin + ((last + 1) << shift), tile.end);
+  }
   // A warpgroup also visits a block if it would otherwise skip more blocks in a row than there are stages apart from the one
   // with the values that it holds: it would wait forever.
   if (lane < kRowBlocks) {
@@ -278,8 +294,8 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
         query_begin = static_cast<int>(query_rows.begin), queries = static_cast<int>(query_rows.count);
         key_begin = static_cast<int>(key_rows.begin), keys = static_cast<int>(key_rows.count);
       }
-    } else if constexpr (kHasSpans) {
-      next = scheduler.next(a, a.spans.tile_counter, lane);
+    } else if constexpr (kSparse) {
+      next = scheduler.next(a, a.sparsity.tile_counter, lane);
     } else {
       next = scheduler.next(a);
     }
@@ -303,7 +319,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
       first_block = scheduler.begin();
       begin = max(begin, first_block), end = min(end, scheduler.end());
     }
-    if constexpr (kHasSpans)
+    if constexpr (kSparse)
       if (more) narrow_by_spans(a, next, first, last + 1, begin, end);
     if (end <= begin) begin = first_block, end = begin + 1;
     wait(&shared.tile_empty[state.stage], state.parity ^ 1);
@@ -351,7 +367,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
       if (more && a.packed.tile_counter) wait(&shared.packed.tile_wanted, wanted_parity), wanted_parity ^= 1;
       scheduler.claim();
     }
-    if constexpr (kHasSpans)
+    if constexpr (kSparse)
       if (more) wait(&shared.spans.tile_wanted, wanted_parity), wanted_parity ^= 1;
   }
 }
@@ -373,7 +389,7 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
   const Arguments& a;
   Shared& shared;
   // The next tile may come late where it is claimed from a counter: then it is fetched once it is there, or at the end.
-  static constexpr bool kFetchesLate = kPacked || kHasSpans;
+  static constexpr bool kFetchesLate = kPacked || kSparse;
   static constexpr bool kHoldsTile = kMasked || kPacked;  // to the end of the tile, since its members are read until then
   PipelineState<kWorkTiles> next_tile;
   PipelineState<kQueryStages> query;
@@ -466,7 +482,7 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
     const int first_block = next_loaded_block(tile, begin, end), key_row = key_begin(tile);
     [[maybe_unused]] const int mask_batch = batch * a.mask_batch_step, mask_head = head * a.mask_head_step,
                                mask_query = first_query;
-    [[maybe_unused]] bool claims = kHasSpans;
+    [[maybe_unused]] bool claims = kSparse;
     // A warpgroup after its last block waits for the next tile before it releases the blocks that only others see. The next
     // tile is therefore asked for before the first warpgroup's last block.
     [[maybe_unused]] int claim_at = end_block;
@@ -490,8 +506,8 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
       }
       if constexpr (kPacked)
         if (block == claim_at) arrive(&shared.packed.tile_wanted);
-      if constexpr (kHasSpans)
-        if (claims && block >= tile.claim_at) arrive(&shared.spans.tile_wanted), claims = false;
+      if constexpr (kSparse)
+        if (claims && block >= tile.claims.at) arrive(&shared.spans.tile_wanted), claims = false;
       if constexpr (!kVByColumns) {
         wait(&shared.value_empty[key.stage], key.parity ^ 1);
         uint64_t* barrier = &shared.value_full[key.stage];
@@ -596,14 +612,15 @@ __device__ void ForwardSm90Kernel<T, Variant>::clear_padding_rows(const Argument
 // ---- the span warps: which keys of mixed blocks are shown. Their bits come with the keys.
 
 template <class T, class Variant>
-__device__ void ForwardSm90Kernel<T, Variant>::make_span_bits(const Arguments& a, Shared& shared, int part, int lane) {
+__device__ void ForwardSm90Kernel<T, Variant>::make_sparse_bits(const Arguments& a, Shared& shared, int part, int lane) {
   PipelineState<kWorkTiles> next_tile;
   PipelineState<kStages> key;
   while (true) {
     wait(&shared.tile_full[next_tile.stage], next_tile.parity);
     const ForwardWorkTile& tile = shared.tile[next_tile.stage];
     if (tile.batch < 0) return;
-    const HeadSpans spans(a.spans.queries, a.spans.keys, {{0, a.queries}, {0, a.keys}, {}}, tile.batch, tile.head);
+    const HeadSparsity sparsity(a.sparsity.queries, a.sparsity.keys, a.sparsity.tiles, a.sparsity.tile_keys,
+                                {{0, a.queries}, {0, a.keys}, {}}, tile.batch, tile.head);
 #pragma unroll 1
     for (int block = next_loaded_block(tile, tile.begin, tile.end); block < tile.end;
          block = next_loaded_block(tile, block + 1, tile.end)) {
@@ -613,8 +630,8 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_span_bits(const Arguments& a
         const int i = tile_part / kSpanWords, n = tile_part % kSpanWords;
         if (!is_bit_set(tile.map.row_block[i].visited, bit) || is_bit_set(tile.map.row_block[i].clear, bit)) continue;
         unsigned words[4];
-        mask_bits_of_spans(words, spans, tile.first_query + i * kRowsPerWarpgroup, a.queries, block * kKeys + n * kMaskMapTile,
-                           a.keys, lane);
+        mask_bits_of(words, sparsity, tile.first_query + i * kRowsPerWarpgroup, a.queries, block * kKeys + n * kMaskMapTile,
+                     a.keys, lane);
 #pragma unroll
         for (int group = 0; group < 4; ++group) shared.spans.word[key.parity][key.stage][4 * i + group][n][lane] = words[group];
       }

@@ -15,9 +15,9 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
   if (p.head_dim == 0 || p.head_dim_v == 0) return "a head dim of 0";
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return "a head dim that is no multiple of 8";
   if (p.keys == 0 || (p.query_starts && p.total_keys == 0)) return "there are no keys";
-  if (p.query_starts && (p.mask.data || p.has_spans())) return "a mask or spans over packed sequences";
-  if (p.has_spans() && (p.mask.data || score_mods(p) != 0 || p.dropout != 0))
-    return "spans with a mask, ALiBi, a softcap or dropout";
+  if (p.query_starts && (p.mask.data || p.is_sparse())) return "a mask or spans over packed sequences";
+  if (p.is_sparse() && (p.mask.data || score_mods(p) != 0 || p.dropout != 0))
+    return "spans or a list of blocks with a mask, ALiBi, a softcap or dropout";
   if (p.query_starts && head_dim > kForwardSm90MaxPackedHeadDim) return "packed sequences with a head dim over 256";
   const int64_t batch = p.query_starts ? 1 : p.batch, queries = p.query_starts ? p.total_queries : p.queries,
                 keys = p.query_starts ? p.total_keys : p.keys, tiles = queries / 64 + (p.query_starts ? p.batch : 1);
@@ -25,8 +25,8 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
       batch * p.heads * tiles > kMost)
     return "a size beyond 32-bit indices";
   if (!(p.scale > 1e-6 && p.scale < 1e30)) return "a scale that is not between 1e-6 and 1e30";
-  if ((score_mods(p) != 0 || p.mask.data || p.has_spans()) && head_dim > kForwardSm90MaxOptionsHeadDim)
-    return "ALiBi, a softcap, a mask or spans with a head dim over 256";
+  if ((score_mods(p) != 0 || p.mask.data || p.is_sparse()) && head_dim > kForwardSm90MaxOptionsHeadDim)
+    return "ALiBi, a softcap, a mask, spans or a list of blocks with a head dim over 256";
   if (score_mods(p) & ~(kSoftcap | kAlibi)) return "a score modification other than a softcap or ALiBi";
   if (p.dropout != 0 && head_dim > kForwardSm90MaxDropoutHeadDim) return "dropout with a head dim over 192";
   if (p.mask.data && p.mask_dtype == DType::kFloat32) return "a mask of float32";
@@ -45,10 +45,10 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
 }
 
 // True if the CTAs of forward_sm90 claim their tiles one by one from a counter in global memory: for packed sequences and with
-// spans, where tiles differ so much in work that a static order leaves some CTAs idle.
+// sparsity, where tiles differ so much in work that a static order leaves some CTAs idle.
 inline bool forward_sm90_is_dynamic(const AttentionProblem& p) {
   constexpr int64_t kFewKeys = 512;  // per sequence: then every tile is short, and so is the tail of the launch
-  return p.has_spans() || (p.query_starts && p.keys > kFewKeys);
+  return p.is_sparse() || (p.query_starts && p.keys > kFewKeys);
 }
 
 }  // namespace flash_online::cuda

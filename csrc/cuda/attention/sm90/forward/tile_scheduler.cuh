@@ -152,14 +152,15 @@ class TileScheduler {
   int round_begin_ = 0;  // the first tile of this round, within the section
 };
 
-// The same tiles claimed one by one from a counter in global memory, where the host does not know which of them are long: with
-// spans.
+// The same tiles, where the host does not know which of them are long: with sparsity. Each CTA has its own first tile, and claims
+// the others one by one from a counter in global memory.
 struct ClaimingTileScheduler {
   // Called by a whole warp.
   template <class Arguments>
-  __device__ WorkTileCoord next(const Arguments& a, unsigned* counter, int lane) const {
-    unsigned claimed = 0;
-    if (lane == 0) claimed = atomicAdd(counter, 1u);
+  __device__ WorkTileCoord next(const Arguments& a, unsigned* counter, int lane) {
+    unsigned claimed = blockIdx.x;
+    if (!is_first && lane == 0) claimed = gridDim.x + atomicAdd(counter, 1u);
+    is_first = false;
     const int index = static_cast<int>(__shfl_sync(~0u, claimed, 0));
     const TileSchedule& schedule = a.schedule;
     const int heads = a.batch * a.heads, even = heads * schedule.even_row_tiles,
@@ -175,6 +176,8 @@ struct ClaimingTileScheduler {
               n = index - even - first_head * uneven_row_tiles, head = first_head + n % heads_here;
     return {head / a.heads, head % a.heads, uneven_row_tiles - 1 - n / heads_here};
   }
+
+  bool is_first = true;
 };
 
 }  // namespace flash_online::cuda

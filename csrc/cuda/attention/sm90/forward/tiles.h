@@ -7,8 +7,9 @@
 namespace flash_online::cuda {
 
 // Features in addition to plain attention. kOptions: softcap, ALiBi, bool masks and, with dropout warps, dropout.
-// kOptionsFloatMask: also 16-bit float masks, which need tiles in shared memory. kSpans: spans, and nothing else.
-enum class ForwardSm90Features { kPlain, kOptions, kOptionsFloatMask, kSpans };
+// kOptionsFloatMask: also 16-bit float masks, which need tiles in shared memory. kSparse: spans, lists of blocks, and nothing
+// else. kSparseNarrow: as kSparse in blocks of 64 keys, for lists of such blocks.
+enum class ForwardSm90Features { kPlain, kOptions, kOptionsFloatMask, kSparse, kSparseNarrow };
 
 struct ForwardSm90Tile {
   int head_dim, head_dim_v;
@@ -185,10 +186,15 @@ constexpr ForwardSm90Tile forward_sm90_cached(ForwardSm90Tile packed) {
   return packed;
 }
 
-// The tile for spans. It is the tile of packed sequences, which leaves the producer warps more registers, and scheduling by
-// spans needs them.
-constexpr ForwardSm90Tile forward_sm90_spans(ForwardSm90Tile packed) {
+// The tile for sparsity. It is the tile of packed sequences, which leaves the producer warps more registers, and scheduling by
+// tables needs them.
+constexpr ForwardSm90Tile forward_sm90_sparse(ForwardSm90Tile packed, bool narrow) {
+  constexpr int kNarrowKeys = 64;
   if (packed.head_dim_v > 128) packed.query_stages = packed.row_blocks();  // there is no room for more and the words of bits
+  if (narrow && packed.keys > kNarrowKeys) {
+    packed.stages = packed.stages * packed.keys / kNarrowKeys;
+    packed.keys = kNarrowKeys;
+  }
   return packed;
 }
 
@@ -225,14 +231,15 @@ constexpr ForwardSm90Tile forward_sm90_kv_split(ForwardSm90Tile cached, ForwardS
 template <int kEntry, ForwardSm90Features kFeatures, bool kOfPacked, bool kOfCached = false,
           ForwardSm90KvSplit kOfKvSplit = ForwardSm90KvSplit::kNone>
 struct ForwardSm90Variant {
-  static constexpr bool kHasSpans = kFeatures == ForwardSm90Features::kSpans,
-                        kHasOptions = kFeatures != ForwardSm90Features::kPlain && !kHasSpans,
+  static constexpr bool kIsNarrow = kFeatures == ForwardSm90Features::kSparseNarrow,
+                        kSparse = kFeatures == ForwardSm90Features::kSparse || kIsNarrow,
+                        kHasOptions = kFeatures != ForwardSm90Features::kPlain && !kSparse,
                         kFloatMask = kFeatures == ForwardSm90Features::kOptionsFloatMask, kPacked = kOfPacked || kOfCached,
                         kCached = kOfCached, kKvSplit = kOfKvSplit != ForwardSm90KvSplit::kNone;
   static constexpr ForwardSm90Tile kUncached =
       kFloatMask    ? forward_sm90_variant(kForwardSm90FloatMask, kForwardSm90Plain[kEntry])
       : kHasOptions ? forward_sm90_variant(kForwardSm90Options, kForwardSm90Plain[kEntry])
-      : kHasSpans   ? forward_sm90_spans(forward_sm90_variant(kForwardSm90Packed, kForwardSm90Plain[kEntry]))
+      : kSparse     ? forward_sm90_sparse(forward_sm90_variant(kForwardSm90Packed, kForwardSm90Plain[kEntry]), kIsNarrow)
       : kPacked     ? forward_sm90_variant(kForwardSm90Packed, kForwardSm90Plain[kEntry])
                     : kForwardSm90Plain[kEntry];
   static constexpr ForwardSm90Tile kWhole = kCached ? forward_sm90_cached(kUncached) : kUncached,

@@ -1,10 +1,10 @@
-// The bits of a tile of 64 queries and 64 keys of which spans hide something, as words of MaskBits and TransposedMaskBits. A
-// warp makes them: each lane has the intervals of two rows as 64 bits of places, and the words are these bits in another order,
-// which shuffles bring about. The warps that call it have few registers, so that the loops over columns are rolled.
+// The bits of a tile of 64 queries and 64 keys of which sparsity hides something, as words of MaskBits and TransposedMaskBits.
+// A warp makes them: each lane has the intervals of two rows as 64 bits of places, and the words are these bits in another
+// order, which shuffles bring about. The warps that call it have few registers, so that the loops over columns are rolled.
 #pragma once
 
 #include "../../hw/warp.h"
-#include "span_bounds.cuh"
+#include "sparsity.cuh"
 
 namespace flash_online::cuda {
 
@@ -70,14 +70,26 @@ struct ColumnBits {
   }
 };
 
+// The columns of a word of MaskBits that a list of blocks shows, for a tile from `query` and `key` on: the keys of up to two of
+// the list's tiles.
+__device__ __forceinline__ unsigned listed_columns(const ListedTiles& listed, int query, int key, int keys) {
+  const int tile_keys = 1 << listed.key_shift,
+            first_nibbles = min((tile_keys - key % tile_keys) / 8, 8);  // of the first of them; a nibble has eight columns
+  const unsigned first = ~0u >> (32 - 4 * first_nibbles);
+  const bool has_first = listed.has(query, min(key, keys - 1)),
+             has_second = first_nibbles < 8 && listed.has(query, min(key + kMaskMapTile, keys - 1));
+  return (has_first ? first : 0u) | (has_second ? ~first : 0u);
+}
+
 // The words of MaskBits that a lane has of the queries [query, query + 64), 16 in each group, and the keys [key, key + 64).
 // Rows past `queries` and `keys` have any bits.
-__device__ __forceinline__ void mask_bits_of_spans(unsigned (&words)[4], const HeadSpans& spans, int query, int queries,
-                                                   int key, int keys, int lane) {
+__device__ __forceinline__ void mask_bits_of(unsigned (&words)[4], const HeadSparsity& sparsity, int query, int queries,
+                                             int key, int keys, int lane) {
+  const unsigned listed = sparsity.listed.data ? listed_columns(sparsity.listed, min(query, queries - 1), key, keys) : ~0u;
 #pragma unroll
-  for (unsigned& word : words) word = ~0u;
-  if (spans.queries) {
-    const LaneBits rows([&](int row) { return spans.of_query(row); }, query, queries - 1, key, lane);
+  for (unsigned& word : words) word = listed;
+  if (sparsity.queries) {
+    const LaneBits rows([&](int row) { return sparsity.of_query(row); }, query, queries - 1, key, lane);
     // Two bits of each byte become two bits of each nibble.
     const auto to_nibbles = [](unsigned x) {
       x &= 0x03030303u;
@@ -86,16 +98,17 @@ __device__ __forceinline__ void mask_bits_of_spans(unsigned (&words)[4], const H
     };
 #pragma unroll
     for (int group = 0; group < 4; ++group) {
-      words[group] = 0;
+      unsigned shown = 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const PlaceBits row = rows.of(group / 2, (16 * group + 8 * half) % kWarpSize + lane / 4);
-        words[group] |= (to_nibbles(row.word[0] >> lane % 4 * 2) | to_nibbles(row.word[1] >> lane % 4 * 2) << 16) << 2 * half;
+        shown |= (to_nibbles(row.word[0] >> lane % 4 * 2) | to_nibbles(row.word[1] >> lane % 4 * 2) << 16) << 2 * half;
       }
+      words[group] &= shown;
     }
   }
-  if (spans.keys) {
-    const ColumnBits<false> by_key(LaneBits([&](int row) { return spans.of_key(row); }, key, keys - 1, query, lane), lane);
+  if (sparsity.keys) {
+    const ColumnBits<false> by_key(LaneBits([&](int row) { return sparsity.of_key(row); }, key, keys - 1, query, lane), lane);
     // Each bit of a byte becomes the lowest one of a nibble.
     const auto spread = [](unsigned x) {
       x = (x | x << 12) & 0x000f000fu;
@@ -117,30 +130,32 @@ __device__ __forceinline__ void mask_bits_of_spans(unsigned (&words)[4], const H
 
 // The words of TransposedMaskBits that a lane has of the queries [query, query + 64) and the keys [key, key + 64), 16 in each
 // group.
-__device__ __forceinline__ void transposed_bits_of_spans(unsigned (&words)[4], const HeadSpans& spans, int query, int queries,
-                                                         int key, int keys, int lane) {
+__device__ __forceinline__ void transposed_bits_of(unsigned (&words)[4], const HeadSparsity& sparsity, int query, int queries,
+                                                   int key, int keys, int lane) {
+  const unsigned listed = !sparsity.listed.data || sparsity.listed.has(min(query, queries - 1), min(key, keys - 1)) ? ~0u : 0u;
 #pragma unroll
-  for (unsigned& word : words) word = ~0u;
-  if (spans.keys) {
-    const LaneBits rows([&](int row) { return spans.of_key(row); }, key, keys - 1, query, lane);
+  for (unsigned& word : words) word = listed;
+  if (sparsity.keys) {
+    const LaneBits rows([&](int row) { return sparsity.of_key(row); }, key, keys - 1, query, lane);
     // The lowest bits of four bytes become a nibble, the first one its highest bit: no two products meet in a bit.
     const auto gather = [](unsigned x) { return (x & 0x01010101u) * 0x80402010u >> 28; };
 #pragma unroll
     for (int group = 0; group < 4; ++group) {
-      words[group] = 0;
+      unsigned shown = 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const PlaceBits row = rows.of(group / 2, (16 * group + 8 * half) % kWarpSize + lane / 4);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int shift = lane % 4 * 2 + e;
-          words[group] |= (gather(row.word[0] >> shift) << 4 | gather(row.word[1] >> shift)) << (16 * e + 8 * half);
+          shown |= (gather(row.word[0] >> shift) << 4 | gather(row.word[1] >> shift)) << (16 * e + 8 * half);
         }
       }
+      words[group] &= shown;
     }
   }
-  if (spans.queries) {
-    const ColumnBits<true> by_query(LaneBits([&](int row) { return spans.of_query(row); }, query, queries - 1, key, lane),
+  if (sparsity.queries) {
+    const ColumnBits<true> by_query(LaneBits([&](int row) { return sparsity.of_query(row); }, query, queries - 1, key, lane),
                                     lane);
 #pragma unroll
     for (int group = 0; group < 4; ++group) {
