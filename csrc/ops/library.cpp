@@ -72,8 +72,8 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   // multiples of 64.
   define(m, "block_tiles(Tensor counts, Tensor indices, int rows, int columns, SymInt queries, SymInt keys) -> Tensor");
   // The k blocks of keys with the largest scores (float32 [..., blocks of queries, blocks of keys]) as a list: counts and
-  // ascending indices, int32 [...] and [..., k]. NaN and -inf are left out. causal: so are blocks of keys after the one with the
-  // block's last query, which is always among them; a block has `rows` queries and `columns` keys.
+  // ascending indices, int32 [...] and [..., k]. NaN and -inf are left out. causal: so are blocks of keys after the one with
+  // the block's last query, which is always among them; a block has `rows` queries and `columns` keys.
   define(m, "block_topk(Tensor scores, SymInt k, bool causal, int rows, int columns) -> (Tensor counts, Tensor indices)");
   // The weights that dropout keeps: bool [batch, heads, queries, keys], from batch_begin and query_begin on.
   define(m,

@@ -94,7 +94,44 @@ def bool_mask():
     return mask
 
 
+def query_spans():
+    begin = torch.arange(152, device="cuda", dtype=torch.int32) // 3
+    return torch.stack([begin, begin + 90], -1)
+
+
+def key_spans():
+    begin = torch.arange(210, device="cuda", dtype=torch.int32) // 7
+    return torch.stack([begin, begin + 70, begin + 100, begin + 130], -1)
+
+
+def listed(*size):
+    """A list of every other block of keys, and a number that is no block's; for each of two heads."""
+
+    def make():
+        rows, columns = (-(-n // block) for n, block in zip((152, 210), size, strict=True))
+        indices = torch.arange(-1, columns + 2, 2, device="cuda", dtype=torch.int32).expand(2, rows, -1).contiguous()
+        return flash_online.BlockList(torch.full((2, rows), indices.shape[-1], device="cuda", dtype=torch.int32), indices, size)
+
+    return make
+
+
+def chosen_blocks():
+    query, key = randn(2, 2, 152, 64, grad=False), randn(2, 2, 210, 64, grad=False)
+    scores = flash_online.block_scores(query, key, (64, 64))
+    blocks = flash_online.BlockList.topk(scores, 2, causal=True, size=(64, 64))
+    return [scores, blocks.indices.float()]
+
+
 ATTENTION = {
+    "spans": attention(tensors={"query_spans": query_spans, "key_spans": key_spans}),
+    "spans, float32": attention(tensors={"query_spans": query_spans}, dtype=torch.float32, head_dims=(36, 36)),
+    **{f"spans, head dim {e}": attention(tensors={"key_spans": key_spans}, head_dims=(e, e)) for e in (128, 192, 256)},
+    **{
+        f"blocks of {n}, head dim {e}": attention(tensors={"blocks": listed(n, n)}, head_dims=(e, e))
+        for n, e in ((64, 64), (128, 64), (64, 128), (128, 128), (64, 192), (64, 256))
+    },
+    "blocks and spans": attention(tensors={"blocks": listed(64, 128), "query_spans": query_spans}, causal=True),
+    "chosen blocks": chosen_blocks,
     "plain": attention(),
     "causal": attention(causal=True),
     "causal, lower right": attention(causal=True, alignment="lower_right"),

@@ -226,9 +226,9 @@ int64_t claimed_tiles(int batch, int heads, int row_tiles, int even_row_tiles, i
   });
 }
 
-// The words of bits that the Hopper kernels make of spans, of one head's rows of 2 * intervals bounds (intervals 0: none), and of
-// tiles [.., keys / tile_keys] of a list (tile_keys 0: none). Rows of (group, lane, word, 0): forward, groups of 16 queries and
-// 64 keys; transposed, of 64 queries and groups of 16 keys.
+// The words of bits that the Hopper kernels make of spans, of one head's rows of 2 * intervals bounds (intervals 0: none), and
+// of tiles [.., keys / tile_keys] of a list (tile_keys 0: none). Rows of (group, lane, word, 0): forward, groups of 16 queries
+// and 64 keys; transposed, of 64 queries and groups of 16 keys.
 int64_t sparse_words(const int32_t* query_spans, int query_intervals, int queries, const int32_t* key_spans, int key_intervals,
                      int keys, const uint8_t* tiles, int tile_keys, int query, int key, int transposed, int64_t* out,
                      int64_t capacity) {

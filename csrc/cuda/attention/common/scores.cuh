@@ -236,18 +236,16 @@ __device__ __forceinline__ void hide_by_sparsity(Accumulator<kRows, kColumns, T>
   const auto of_key = [&](int c) { return sparsity.of_key(min(block.key + c, block.keys - 1)); };
   if (sparsity.listed.data) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
+    for (int i = 0; i < kRows; ++i) {
+      const int r = row + 16 * i;  // sixteen rows lie in one tile of the list, too
+      const int query = kTransposed ? block.query : min(block.query_of(r), block.queries - 1),
+                key = min(kTransposed ? block.key + r : block.key, block.keys - 1);
+      if (sparsity.listed.has(query, key)) continue;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = row + 16 * i + 8 * half + quad();
-        const int query = kTransposed ? block.query : min(block.query_of(r), block.queries - 1),
-                  key = min(kTransposed ? block.key + r : block.key, block.keys - 1);
-        const bool listed = sparsity.listed.has(query, key);
+      for (int j = 0; j < kColumns; ++j)
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) hide(d[i][j][2 * half + e], listed);
-      }
+        for (int e = 0; e < 4; ++e) d[i][j][e] = lowest<T>();
+    }
   }
   // The spans of accumulators' rows, and those of their columns.
   if (kTransposed ? sparsity.keys : sparsity.queries) {

@@ -26,7 +26,7 @@ namespace flash_online::cuda {
 constexpr int kDqChunkColumnsSm90 = 64;  // columns of dQ that a warpgroup computes at a time
 
 // The source of a mask that does not use MaskTile: none; bits, as in TransposedMaskBits, which a table has of a bool mask and
-// which the span warps make of spans; or TMA boxes of the mask as it is in memory.
+// which the bit warps make of sparsity; or TMA boxes of the mask as it is in memory.
 enum class TransposedMask { kNone, kBits, kTma };
 
 struct BackwardSm90Arguments {
@@ -62,12 +62,12 @@ struct BackwardSm90Kernel {
                         kHasDropout = kFeatures == BackwardSm90Features::kDropout;
   static constexpr bool kHasMaskMap = kFeatures != BackwardSm90Features::kPlain;  // a mask map may hide whole blocks
   static constexpr bool kCutsTiles = !kHasMaskMap;  // work tiles may come in parts
-  // Warps 2 and 3 make a mask's bits of spans.
+  // Warps 2 and 3 make a mask's bits of sparsity.
   static constexpr bool kSparse = kFeatures == BackwardSm90Features::kSparse;
-  static constexpr int kSpanWarps = 2;
+  static constexpr int kBitWarps = 2;
   // A warp finds the blocks of queries ahead of the one that loads them.
   static constexpr bool kHasScheduler = kSparse && kPersistent;
-  // Masks come by TransposedMask, and not by MaskTile. With a scheduler, spans' bits are applied where position is.
+  // Masks come by TransposedMask, and not by MaskTile. With a scheduler, these bits are applied where position is.
   static constexpr bool kTransposed = kHasMaskMap && !kAllOptions && !kHasScheduler;
   static constexpr bool kPipelined = kTile.pipelined(), kSingleWarpgroup = kTile.warpgroups == 1;
   // Takes the head dims of narrower rows as well.
@@ -103,7 +103,7 @@ struct BackwardSm90Kernel {
   static constexpr int kDqAlignment = kPersistent ? kBoxAlignment : kVectorBytes;
   static_assert(kDqNarrowColumns == 0 || kTile.dq_register_tiles * 8 == kDqNarrowColumns);
   // A persistent kernel needs a work tile's keys to the very end of it, for dQ: the next one's arrive in another buffer.
-  // With spans there is no room for it.
+  // With sparsity there is no room for it.
   static constexpr int kKeyBuffers = kPersistent && !kSparse ? 2 : 1;
   static constexpr int kWorkTiles = kHasScheduler ? 4 : kPersistent ? 2 : 1;  // work tiles that are known at a time
   // In the pipeline, a block's weights lie where its dS is going to.
@@ -151,7 +151,7 @@ struct BackwardSm90Kernel {
     float slope;  // of ALiBi, in the units of the products
   };
   struct ScheduledQueryBlock : PlainQueryBlock {
-    int mask_flags;  // kMixed << w where spans hide something from warpgroup w
+    int mask_flags;  // kMixed << w where sparsity hides something from warpgroup w
     int tile;  // the number of its work tile
   };
   using QueryBlock = std::conditional_t<kHasScheduler, ScheduledQueryBlock,
@@ -194,9 +194,9 @@ struct BackwardSm90Kernel {
   struct MaskBarriers {  // of a mask's boxes; of dropout's bits
     uint64_t full, empty, dropout_full[kStages];
   };
-  // A block is announced to the span warps. The producer may be two blocks ahead of them. A scheduler announces it to the
+  // A block is announced to the bit warps. The producer may be two blocks ahead of them. A scheduler announces it to the
   // producer too, and waits until all of these have taken the block kCount before it.
-  struct SpanBarriers {
+  struct SparseBarriers {
     static constexpr int kCount = 4;
     uint64_t announced[kCount], taken[kCount];
   };
@@ -226,7 +226,7 @@ struct BackwardSm90Kernel {
     uint64_t ds_empty[2];  // all warps that make dQ of it are done, of the cluster's other CTA too
     [[no_unique_address]] std::conditional_t<kPipelined, HandOverBarriers, Without<HandOverBarriers>> hand_over;
     [[no_unique_address]] std::conditional_t<kHasMaskBarriers, MaskBarriers, Without<MaskBarriers>> mask;
-    [[no_unique_address]] std::conditional_t<kSparse, SpanBarriers, Without<SpanBarriers>> spans;
+    [[no_unique_address]] std::conditional_t<kSparse, SparseBarriers, Without<SparseBarriers>> sparse;
 
     // dQ on its way to global memory, and at the end of a persistent kernel's work tile dV of two boxes.
     alignas(kDqAlignment) float dq_staging[kStagesDq ? kDqWarps : 1][kStagesDq ? kDqBulkTiles * 128 : 4];
@@ -234,7 +234,7 @@ struct BackwardSm90Kernel {
   // After Shared there is a MaskTile; or a mask's boxes or its bits, and then the bits of dropout.
   static constexpr int kMaskAlignment = kTransposed && !kPipelined ? kBoxAlignment : kVectorBytes;
   static constexpr int kMaskOffset = (sizeof(Shared) + kMaskAlignment - 1) / kMaskAlignment * kMaskAlignment;
-  // Bits that the span warps make are there before their stage is free.
+  // Bits that the bit warps make are there before their stage is free.
   static constexpr int kMaskBitsBuffers = kSparse ? 2 * kStages : kStages;
   struct MaskBox {
     T value[kQueries][kBoxColumns];
@@ -333,7 +333,7 @@ struct BackwardSm90Kernel {
   __device__ static void init_barriers(const BackwardSm90Arguments& a, Shared& shared);
   __device__ static void run(const BackwardSm90Arguments& a, Shared& shared);
 
-  // The producer warp, the span warps, the dropout warps, and the warp that waits for the dQ semaphore (producer.cuh).
+  // The producer warp, the bit warps, the dropout warps, and the warp that waits for the dQ semaphore (producer.cuh).
   class MaskedBlockIterator;
   struct Producer;
   struct BlockScheduler;

@@ -180,7 +180,7 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
   mbarrier_init(&shared.value_full, 1);
   mbarrier_init(&shared.value_empty, kMathWarps);
   for (int i = 0; i < kStages; ++i) {
-    mbarrier_init(&shared.query_full[i], kSparse ? 1 + kSpanWarps : 1);
+    mbarrier_init(&shared.query_full[i], kSparse ? 1 + kBitWarps : 1);
     mbarrier_init(&shared.grad_out_full[i], 1);
     mbarrier_init(&shared.stage_empty[i], kMathWarps);
     if constexpr (kPipelined) mbarrier_init(&shared.hand_over.grad_out_empty[i % kGradOutStages], kMathWarps);
@@ -198,9 +198,9 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
       mbarrier_init(&shared.peer.ds_full[i], 1);
     }
   if constexpr (kSparse)
-    for (int i = 0; i < SpanBarriers::kCount; ++i) {
-      mbarrier_init(&shared.spans.announced[i], 1);
-      mbarrier_init(&shared.spans.taken[i], 1 + kSpanWarps);
+    for (int i = 0; i < SparseBarriers::kCount; ++i) {
+      mbarrier_init(&shared.sparse.announced[i], 1);
+      mbarrier_init(&shared.sparse.taken[i], 1 + kBitWarps);
     }
   if constexpr (kHasMaskBarriers) {
     mbarrier_init(&shared.mask.full, 1);
@@ -211,8 +211,8 @@ __device__ void BackwardSm90Kernel<T, Config>::init_barriers(const BackwardSm90A
     for (int i = 0; i < kDsBuffers; ++i) arrive_expect_tx(&shared.peer.ds_full[i], sizeof(DsTile));
 }
 
-// Warps 0 to 3 are the producer warpgroup: warp 0 loads, warp 1 waits for the dQ semaphore, the others are the span warps where
-// there are spans; with a scheduler that is warp 0, and warp 1 loads. The dropout warps follow, then the math warpgroups.
+// Warps 0 to 3 are the producer warpgroup: warp 0 loads, warp 1 waits for the dQ semaphore, the others are the bit warps where
+// there is sparsity; with a scheduler that is warp 0, and warp 1 loads. The dropout warps follow, then the math warpgroups.
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::run(const BackwardSm90Arguments& a, Shared& shared) {
   launch_dependents();

@@ -1,5 +1,5 @@
 // The warps of the Hopper backward kernel that do not compute gradients: the producer warp, which loads queries, keys, values
-// and masks; the span warps; the dropout warps; and the warp that waits for the dQ semaphore.
+// and masks; the bit warps; the dropout warps; and the warp that waits for the dQ semaphore.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ namespace flash_online::cuda {
 
 // ---- which blocks of queries there are
 
-// Iterates over those blocks of a head's queries to which the mask or spans show some of the work tile's keys, or of those of
-// the cluster's other CTA. A whole warp calls it, and all lanes get the same answers.
+// Iterates over those blocks of a head's queries to which the mask or sparsity shows some of the work tile's keys, or of those
+// of the cluster's other CTA. A whole warp calls it, and all lanes get the same answers.
 template <class T, class Config>
 class BackwardSm90Kernel<T, Config>::MaskedBlockIterator {
  public:
@@ -235,7 +235,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
                 a.problem.alibi_slopes)[tile.batch * a.problem.alibi_stride[0] + head * a.problem.alibi_stride[1]];
       if (reads_mask_bits(a) && (mask_flags & kEitherMixed)) bytes += sizeof(BlockBits);
     }
-    if constexpr (kSparse && !kHasScheduler) arrive(&shared.spans.announced[count % SpanBarriers::kCount]);
+    if constexpr (kSparse && !kHasScheduler) arrive(&shared.sparse.announced[count % SparseBarriers::kCount]);
     wait(&shared.stage_empty[stage], count / 2 % 2 ^ 1);
     arrive_expect_tx(&shared.query_full[stage], bytes);
     load_queries(shared.stage[stage].query, a.query, query_at, &shared.query_full[stage]);
@@ -287,7 +287,7 @@ struct BackwardSm90Kernel<T, Config>::Producer {
     if (leads) {
       wait(&shared.stage_empty[count % 2], count / 2 % 2 ^ 1);
       shared.query_block[count % kQueryBlocks].query = -1;
-      if constexpr (kSparse) arrive(&shared.spans.announced[count % SpanBarriers::kCount]);
+      if constexpr (kSparse) arrive(&shared.sparse.announced[count % SparseBarriers::kCount]);
       arrive(&shared.query_full[count % 2]);
     }
   }
@@ -352,24 +352,24 @@ struct BackwardSm90Kernel<T, Config>::Producer {
   __device__ static void run_scheduled(const BackwardSm90Arguments& a, Shared& shared) {
     int tiles = 0;  // whose keys and values are loaded
     for (int count = 0;; ++count) {
-      const int slot = count % SpanBarriers::kCount;
-      wait(&shared.spans.announced[slot], count / SpanBarriers::kCount % 2);
+      const int slot = count % SparseBarriers::kCount;
+      wait(&shared.sparse.announced[slot], count / SparseBarriers::kCount % 2);
       const QueryBlock& block = shared.query_block[count % kQueryBlocks];
       const int query = block.query, tile = block.tile;
       if (query >= 0) load_block(a, shared, shared.tile[tile % kWorkTiles], count, block.head, query / kQueries, 0);
       if (tile == tiles) load_work_tile(a, shared, tiles++, query != kNoMoreBlocks);
       if (query == kNoMoreBlocks) return;
       if (query == kEmptyStage) pass_on_empty_stage(shared, count);
-      arrive(&shared.spans.taken[slot]);
+      arrive(&shared.sparse.taken[slot]);
     }
   }
 };
 
 // ---- the scheduler warp
 
-// Takes the work tiles of a persistent kernel with spans, and announces their visible blocks of queries and empty stages (see
-// Producer::run_persistent) to the warps that load them and make their bits. It may be SpanBarriers::kCount blocks ahead of
-// these, so that the search for visible blocks takes none of their time.
+// Takes the work tiles of a persistent kernel with sparsity, and announces their visible blocks of queries and empty stages
+// (see Producer::run_persistent) to the warps that load them and make their bits. It may be SparseBarriers::kCount blocks ahead
+// of these, so that the search for visible blocks takes none of their time.
 template <class T, class Config>
 struct BackwardSm90Kernel<T, Config>::BlockScheduler {
   const BackwardSm90Arguments& a;
@@ -380,7 +380,7 @@ struct BackwardSm90Kernel<T, Config>::BlockScheduler {
   // blocks before that one's predecessor in the same stage. For the same reason four work tiles, of two stages at least each,
   // are enough.
   __device__ __forceinline__ void wait_for_place() {
-    wait(&shared.spans.taken[count % SpanBarriers::kCount], count / SpanBarriers::kCount % 2 ^ 1);
+    wait(&shared.sparse.taken[count % SparseBarriers::kCount], count / SparseBarriers::kCount % 2 ^ 1);
   }
   // describe(): by one thread.
   template <class F>
@@ -390,7 +390,7 @@ struct BackwardSm90Kernel<T, Config>::BlockScheduler {
       QueryBlock& block = shared.query_block[count % kQueryBlocks];
       block.tile = tile_count;
       describe(block);
-      arrive(&shared.spans.announced[count % SpanBarriers::kCount]);
+      arrive(&shared.sparse.announced[count % SparseBarriers::kCount]);
     }
     ++count;
   }
@@ -438,9 +438,9 @@ struct BackwardSm90Kernel<T, Config>::BlockScheduler {
   }
 };
 
-// ---- the span warps
+// ---- the bit warps
 
-// Makes the bits of mixed blocks from spans: each warp those of one warpgroup's keys, or in the pipeline those of every other
+// Makes the bits of mixed blocks: each warp those of one warpgroup's keys, or in the pipeline those of every other
 // block. A buffer is free when the block that its bits were of has left its stage, for the block two before this one.
 template <class T, class Config>
 __device__ void BackwardSm90Kernel<T, Config>::make_sparse_bits(const BackwardSm90Arguments& a, Shared& shared, int part) {
@@ -448,7 +448,7 @@ __device__ void BackwardSm90Kernel<T, Config>::make_sparse_bits(const BackwardSm
 #pragma unroll 1
   for (int count = 0;; ++count) {
     const int stage = count % 2;
-    wait(&shared.spans.announced[count % SpanBarriers::kCount], count / SpanBarriers::kCount % 2);
+    wait(&shared.sparse.announced[count % SparseBarriers::kCount], count / SparseBarriers::kCount % 2);
     const QueryBlock& block = shared.query_block[count % kQueryBlocks];
     const int query = block.query;
     if (kHasScheduler && query == kNoMoreBlocks) return;
@@ -472,7 +472,7 @@ __device__ void BackwardSm90Kernel<T, Config>::make_sparse_bits(const BackwardSm
     __syncwarp();
     if (lane == 0) {
       arrive(&shared.query_full[stage]);
-      if constexpr (kHasScheduler) arrive(&shared.spans.taken[count % SpanBarriers::kCount]);
+      if constexpr (kHasScheduler) arrive(&shared.sparse.taken[count % SparseBarriers::kCount]);
     }
     if (query == kNoMoreBlocks) return;
   }

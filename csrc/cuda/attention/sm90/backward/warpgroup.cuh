@@ -377,7 +377,7 @@ struct BackwardSm90Kernel<T, Config>::MathWarpgroup {
     }
   }
 
-  // Hides what neither position nor spans show, in a block that is not all visible.
+  // Hides what position or sparsity does not show, in a block that is not all visible.
   __device__ __forceinline__ void hide_scores_of_block(ScoreAccumulator& score) {
     const QueryBlock& block = query_block();
     apply_visibility(score, block.query);

@@ -117,7 +117,7 @@ struct ForwardSm90Kernel {
   static constexpr bool kMasked = (kHasOptions || kSparse) && !kPacked;  // blocks may be hidden by more than position
   // A warpgroup takes runs of blocks that are alike, and else one block after another. Lists of narrow blocks have short runs.
   static constexpr bool kTakesRuns = kSparse && !Variant::kIsNarrow;
-  static constexpr int kSpanWarps = kSparse ? 2 : 0;  // they make the bits of mixed blocks
+  static constexpr int kBitWarps = kSparse ? 2 : 0;  // they make the bits of mixed blocks
   static constexpr bool kHasDropout = kTile.dropout_warps > 0;
   static constexpr bool kVByColumns = kTile.v_by_columns;
   static_assert(!kVByColumns || (!kHasOptions && !kPacked));
@@ -177,9 +177,9 @@ struct ForwardSm90Kernel {
 
   // The bits of mixed blocks, as in MaskBits. There are twice as many buffers as stages, by the parity of the keys' pipeline: a
   // block's bits are made while its stage is not yet free.
-  static constexpr int kSpanWords = (kKeys + kMaskMapTile - 1) / kMaskMapTile;
-  struct SpanShared {
-    unsigned word[2][kStages][4 * kRowBlocks][kSpanWords][kWarpSize];
+  static constexpr int kBitWords = (kKeys + kMaskMapTile - 1) / kMaskMapTile;
+  struct SparseShared {
+    unsigned word[2][kStages][4 * kRowBlocks][kBitWords][kWarpSize];
     uint64_t tile_wanted;  // barrier of the producer warp's request for the next tile
   };
 
@@ -244,7 +244,7 @@ struct ForwardSm90Kernel {
     [[no_unique_address]] std::conditional_t<kFloatMask, MaskBuffers, Empty> mask;
     [[no_unique_address]] std::conditional_t<kTile.staged_out, OutBuffer, Empty> out;
     [[no_unique_address]] std::conditional_t<kHasDropout, DropoutBits, Empty> dropout;
-    [[no_unique_address]] std::conditional_t<kSparse, SpanShared, Nothing> spans;
+    [[no_unique_address]] std::conditional_t<kSparse, SparseShared, Nothing> sparse;
     ForwardWorkTile tile[kWorkTiles];
     uint64_t tile_full[kWorkTiles], tile_empty[kWorkTiles];
     uint64_t query_full[kQueryStages], query_empty[kQueryStages];

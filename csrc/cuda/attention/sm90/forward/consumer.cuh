@@ -407,8 +407,8 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
         add_float_mask<__nv_bfloat16, false>();
     } else if constexpr (kSparse) {
 #pragma unroll
-      for (int n = 0; n < kSpanWords; ++n) {
-        const unsigned shown = shared.spans.word[key.parity][key.stage][4 * row_block + warp][n][lane];
+      for (int n = 0; n < kBitWords; ++n) {
+        const unsigned shown = shared.sparse.word[key.parity][key.stage][4 * row_block + warp][n][lane];
 #pragma unroll
         for (int i = 32 * n; i < 32 * (n + 1) && i < kScoreRegisters; ++i)
           if (!(shown >> i % 32 & 1)) score[i] = -INFINITY;

@@ -17,12 +17,12 @@ namespace flash_online::cuda {
 template <class T, class Variant>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::init_barriers(const Arguments& a, Shared& shared) {
   constexpr int kMathWarps = 4 * kTile.warpgroups;
-  // Warps that wait for the tiles in addition to the math warps: dropout or span warps, the producer, and a second producer
+  // Warps that wait for the tiles in addition to the math warps: dropout or bit warps, the producer, and a second producer
   // (kVByColumns) or the warp that clears tails (packed), or both (cached keys).
   const int dropout_warps = kHasDropout && a.dropout.rng ? kTile.dropout_warps : 0;
   for (int i = 0; i < kWorkTiles; ++i) {
     mbarrier_init(&shared.tile_full[i], 1);
-    mbarrier_init(&shared.tile_empty[i], kMathWarps + dropout_warps + kSpanWarps +
+    mbarrier_init(&shared.tile_empty[i], kMathWarps + dropout_warps + kBitWarps +
                                              (kCached                  ? 3
                                               : kPacked || kVByColumns ? 2
                                                                        : 1));
@@ -32,7 +32,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::init_barriers(con
     mbarrier_init(&shared.query_empty[i], kMathWarps / kRowBlocks);
   }
   for (int i = 0; i < kKeyStages; ++i) {
-    mbarrier_init(&shared.key_full[i], 1 + dropout_warps + kSpanWarps);
+    mbarrier_init(&shared.key_full[i], 1 + dropout_warps + kBitWarps);
     mbarrier_init(&shared.key_empty[i], kMathWarps);
   }
   for (int i = 0; i < kStages; ++i) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::init_barriers(con
     if constexpr (kPacked) mbarrier_init(&shared.packed.value_loaded[i], 1);
   }
   if constexpr (kPacked) mbarrier_init(&shared.packed.tile_wanted, 1);
-  if constexpr (kSparse) mbarrier_init(&shared.spans.tile_wanted, 1);
+  if constexpr (kSparse) mbarrier_init(&shared.sparse.tile_wanted, 1);
   fence_barrier_init();
 }
 
@@ -52,7 +52,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::run(const Arguments& a, Shared& s
   if constexpr (kKvSplit || kSparse) grid_dependency_wait();
   if constexpr (kKvSplit) launch_dependents();  // what follows may rely on all before this kernel having ended
   __syncthreads();
-  // Warp 0 loads, warp 1 schedules, warps 2 and 3 have what packed sequences, cached keys, spans and kVByColumns need; then
+  // Warp 0 loads, warp 1 schedules, warps 2 and 3 have what packed sequences, cached keys, sparsity and kVByColumns need; then
   // come the math warpgroups, and after them the dropout warps.
   constexpr int kFirstDropoutWarp = 4 * (1 + kTile.warpgroups);
   if (warp < 4) {

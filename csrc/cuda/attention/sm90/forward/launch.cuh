@@ -164,7 +164,7 @@ void add_options(ForwardSm90Arguments& a, const AttentionProblem& p, const MaskT
                    .map;
 }
 
-// What is made of a mask or of spans before the kernel runs.
+// What is made of a mask or of sparsity before the kernel runs.
 struct ForwardSm90Tables {
   MaskTables mask;
   SpanTables spans;
@@ -274,7 +274,7 @@ int64_t AttentionForwardSm90<kHeadDim>::workspace_bytes(const ForwardPass& pass)
 template <int kHeadDim>
 void AttentionForwardSm90<kHeadDim>::run(const ForwardPass& pass, void* workspace, CUstream_st* stream) {
   unsigned* const tile_counter = forward_sm90_is_dynamic(pass.problem) ? static_cast<unsigned*>(workspace) : nullptr;
-  // There is a mask or there are spans, never both.
+  // There is a mask or there is sparsity, never both.
   void* const at = tile_counter ? static_cast<char*>(workspace) + kTileCounterBytesForwardSm90 : workspace;
   const ForwardSm90Tables tables{mask_tables_of(pass.problem, at), span_tables_of(pass.problem, at)};
   fill_mask_tables(pass.problem, tables.mask, stream);

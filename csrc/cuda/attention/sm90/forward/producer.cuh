@@ -102,7 +102,7 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::kinds_of_blocks(c
 }
 
 // Marks the blocks of a work tile that each warpgroup visits, and the clear ones among them, a bit for 2^shift of them in
-// `words` words. With spans the words before first_word are left out: they have no visible block, nor have those after
+// `words` words. With sparsity the words before first_word are left out: they have no visible block, nor have those after
 // last_word.
 template <class T, class Variant>
 __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::mark_blocks(const Arguments& a, ForwardWorkTile& tile, int shift,
@@ -368,7 +368,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::schedule_tiles(const Arguments& a
       scheduler.claim();
     }
     if constexpr (kSparse)
-      if (more) wait(&shared.spans.tile_wanted, wanted_parity), wanted_parity ^= 1;
+      if (more) wait(&shared.sparse.tile_wanted, wanted_parity), wanted_parity ^= 1;
   }
 }
 
@@ -507,7 +507,7 @@ struct ForwardSm90Kernel<T, Variant>::Producer {
       if constexpr (kPacked)
         if (block == claim_at) arrive(&shared.packed.tile_wanted);
       if constexpr (kSparse)
-        if (claims && block >= tile.claims.at) arrive(&shared.spans.tile_wanted), claims = false;
+        if (claims && block >= tile.claims.at) arrive(&shared.sparse.tile_wanted), claims = false;
       if constexpr (!kVByColumns) {
         wait(&shared.value_empty[key.stage], key.parity ^ 1);
         uint64_t* barrier = &shared.value_full[key.stage];
@@ -609,7 +609,7 @@ __device__ void ForwardSm90Kernel<T, Variant>::clear_padding_rows(const Argument
     clear_rows(a, padding_rows(a.packed.query_starts, a.packed.sequences, n, a.queries, a.packed.total_queries), lane);
 }
 
-// ---- the span warps: which keys of mixed blocks are shown. Their bits come with the keys.
+// ---- the bit warps: which keys of mixed blocks are shown. Their bits come with the keys.
 
 template <class T, class Variant>
 __device__ void ForwardSm90Kernel<T, Variant>::make_sparse_bits(const Arguments& a, Shared& shared, int part, int lane) {
@@ -626,14 +626,15 @@ __device__ void ForwardSm90Kernel<T, Variant>::make_sparse_bits(const Arguments&
          block = next_loaded_block(tile, block + 1, tile.end)) {
       const int bit = (block - tile.begin) >> tile.map.shift;
 #pragma unroll 1
-      for (int tile_part = part; tile_part < kRowBlocks * kSpanWords; tile_part += kSpanWarps) {
-        const int i = tile_part / kSpanWords, n = tile_part % kSpanWords;
+      for (int tile_part = part; tile_part < kRowBlocks * kBitWords; tile_part += kBitWarps) {
+        const int i = tile_part / kBitWords, n = tile_part % kBitWords;
         if (!is_bit_set(tile.map.row_block[i].visited, bit) || is_bit_set(tile.map.row_block[i].clear, bit)) continue;
         unsigned words[4];
         mask_bits_of(words, sparsity, tile.first_query + i * kRowsPerWarpgroup, a.queries, block * kKeys + n * kMaskMapTile,
                      a.keys, lane);
 #pragma unroll
-        for (int group = 0; group < 4; ++group) shared.spans.word[key.parity][key.stage][4 * i + group][n][lane] = words[group];
+        for (int group = 0; group < 4; ++group)
+          shared.sparse.word[key.parity][key.stage][4 * i + group][n][lane] = words[group];
       }
       wait(&shared.key_empty[key.stage], key.parity ^ 1);  // or the arrival would count for the block before in this stage
       __syncwarp();

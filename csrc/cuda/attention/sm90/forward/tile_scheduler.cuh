@@ -152,8 +152,8 @@ class TileScheduler {
   int round_begin_ = 0;  // the first tile of this round, within the section
 };
 
-// The same tiles, where the host does not know which of them are long: with sparsity. Each CTA has its own first tile, and claims
-// the others one by one from a counter in global memory.
+// The same tiles, where the host does not know which of them are long: with sparsity. Each CTA has its own first tile, and
+// claims the others one by one from a counter in global memory.
 struct ClaimingTileScheduler {
   // Called by a whole warp.
   template <class Arguments>
