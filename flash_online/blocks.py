@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._autograd import without_derivative
 from ._block_arguments import blocks_in, check_block_size, listed_blocks
 from ._checks import check_flag, check_int, check_tensor
 from ._ops import InvalidArgument, direct_call, ops
@@ -22,6 +23,7 @@ __all__ = ["BlockList", "block_scores"]
 
 _DEFAULT_SIZE = (128, 128)
 _block_topk = direct_call(ops.block_topk)
+without_derivative(ops.block_topk, "which blocks are chosen has none")
 _CHUNK_SCORES = 1 << 24  # scores of all heads that block_scores computes at a time, at least one block of queries
 
 

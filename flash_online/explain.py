@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import functional
+from ._block_arguments import tile_keys
 from ._causal_bias import is_causal_bias
 from ._linear_cross_entropy_ops import scratch_bytes
 from ._ops import LIBRARY, InvalidArgument, dense_strides_in_order
@@ -189,7 +190,8 @@ def _attention_call(operator: str, call: SimpleNamespace) -> SimpleNamespace:
         call = SimpleNamespace(
             **vars(call), window_left=-1, window_right=0 if call.causal else -1, lower_right=False, softcap=0.0
         )
-    return SimpleNamespace(**{"mask": None, "alibi_slopes": None, "sinks": None, "dropout_p": 0.0, **vars(call)})
+    absent = dict.fromkeys(("mask", "alibi_slopes", "sinks", "query_spans", "key_spans", "tiles"))
+    return SimpleNamespace(**{**absent, "dropout_p": 0.0, **vars(call)})
 
 
 def _has_lse_low(operator: str) -> bool:
@@ -291,6 +293,11 @@ def _cuda_kernel(operator: str, call: SimpleNamespace) -> tuple[str, dict[str, s
         call.tf32,
         (gpu.major, gpu.minor, gpu.shared_memory_per_block_optin),
         None,
+        (
+            call.query_spans is not None,
+            call.key_spans is not None,
+            0 if call.tiles is None else tile_keys(call.tiles, call.key.shape[-2]),
+        ),
     ).splitlines()
     refused = {}
     for line in lines:
@@ -305,6 +312,7 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+_NO_SCRATCH = ("attention_merge", "cache_append_", "block_tiles", "block_topk")
 _KEYS_PER_BLOCK = 64  # on the CPU; kKeys in csrc/cpu/attention/mask_tile.h
 
 
@@ -313,7 +321,7 @@ def _scratch(operator: str, call: SimpleNamespace) -> int:
     unknown: there is no introspection module, or it depends on values in tensors."""
     introspect = _introspection()
     # Over cached keys the number of partial results depends on the lengths, which only the device knows.
-    if introspect is None or operator in (*_CACHED, "attention_merge", "cache_append_"):
+    if introspect is None or operator in (*_CACHED, *_NO_SCRATCH):
         return 0
     threads = torch.get_num_threads()
     if operator not in _ATTENTION:

@@ -272,7 +272,9 @@ def line(result: dict) -> str:
     return f"{result['kind']:20} {result['case']:44} matmul {result['matmul']['tflop_per_s']:.0f}; " + ", ".join(parts)
 
 
-def chosen(groups: list[str] | None, match: str | None, quick: bool, kernel: str | None, sparse: bool) -> list[Cell]:
+def chosen(
+    groups: list[str] | None, match: str | None, quick: bool, kernel: str | None = None, sparse: bool = False
+) -> list[Cell]:
     """The cells of these groups that have `match` in their title; with a kernel family those of `cases.GENERAL`, and of
     `cases.SPARSE` where `sparse` says so or a group is named."""
     if kernel:

@@ -179,7 +179,8 @@ std::string attention_candidates(const std::string& library, const std::string& 
                                  bool lse_low, const std::optional<std::tuple<int64_t, int64_t, int64_t>>& packed,
                                  int64_t window_left, int64_t window_right, bool lower_right, double scale, double softcap,
                                  double dropout_p, bool tf32, const std::tuple<int, int, int>& gpu,
-                                 const std::optional<std::pair<TensorShape, bool>>& backward) {
+                                 const std::optional<std::pair<TensorShape, bool>>& backward,
+                                 const std::tuple<bool, bool, int>& sparsity) {
   AttentionProblem problem;
   problem.dtype = dtypes().at(dtype);
   const auto size = [](const TensorShape& shape, size_t i) { return std::get<0>(shape)[i]; };
@@ -203,6 +204,11 @@ std::string attention_candidates(const std::string& library, const std::string& 
   problem.visible = {window_left, window_right, lower_right && !packed ? problem.keys - problem.queries : 0};
   problem.lower_right = lower_right;
   problem.scale = scale, problem.softcap = softcap, problem.dropout = dropout_p, problem.tf32 = tf32;
+  const auto [query_spans, key_spans, tile_keys] = sparsity;
+  const uint8_t tile = 0;
+  if (query_spans) problem.query_spans.data = &start;
+  if (key_spans) problem.key_spans.data = &start;
+  if (tile_keys > 0) problem.tiles.data = &tile, problem.tile_keys = tile_keys;
   const Api& api = api_of(library);
   const auto [major, minor, shared_bytes] = gpu;
   AttentionGradients gradients;
@@ -244,12 +250,13 @@ PYBIND11_MODULE(_introspect, m) {
       py::arg("value"), py::arg("out"), py::arg("mask"), py::arg("alibi"), py::arg("sinks"), py::arg("lse_low"),
       py::arg("packed"), py::arg("window_left"), py::arg("window_right"), py::arg("lower_right"), py::arg("scale"),
       py::arg("softcap"), py::arg("dropout_p"), py::arg("tf32"), py::arg("gpu"), py::arg("backward"),
+      py::arg("sparsity") = std::make_tuple(false, false, 0),
       "The CUDA kernels that a call of attention may run on, the best first, one per line: its name and the reason why it does "
       "not take the call, or nothing. Tensors as (sizes, strides, offset in bytes) of [batch, heads, rows, head_dim]; mask: "
       "(dtype, tensor) or None; lse_low: whether it is computed, for a backward pass; packed: the number of sequences and the "
       "maximum lengths of queries and keys, or None; gpu: "
       "compute capability and bytes of shared memory per CTA; backward: (grad_out, deterministic), or None for a forward "
-      "pass.");
+      "pass; sparsity: whether there are spans of queries, whether of keys, and the keys per block of a list of blocks or 0.");
   m.def(
       "attention_plans", [](const std::string& library) { return api_of(library).attention_plans(); }, py::arg("library"),
       "How many passes of attention this process has planned on CUDA: one per forward or backward pass.");

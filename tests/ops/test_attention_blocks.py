@@ -186,6 +186,13 @@ def test_exported(device):
     assert torch.equal(program.module()(*tensors, blocks.counts, blocks.indices), expected)
 
 
+@CPU
+def test_explained(device):
+    *tensors, blocks, _ = draw(torch.float32, (70, 140))
+    plan = flash_online.explain(flash_online.attention, *tensors, blocks=blocks)
+    assert plan.ours and plan.operators == ("block_tiles", "attention_forward")
+
+
 def bad(counts=(1, 4, 2), indices=(1, 4, 2, 3), size=(64, 64), dtype=torch.int32, device="cpu"):
     return BlockList(*(torch.zeros(shape, dtype=dtype, device=device) for shape in (counts, indices)), size)
 

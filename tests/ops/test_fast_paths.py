@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 import flash_online
 import flash_online.functional as F
-from flash_online import _policy
+from flash_online import BlockList, _policy
 from flash_online._plain import are_plain
 from flash_online.cross_entropy import try_fast_cross_entropy
 from flash_online.softmax import try_fast_softmax
@@ -33,7 +33,13 @@ PATHS = {
         (2, 4, 3, 8),
     ),
     "attention with spans": (
-        lambda x: attention_module.try_fast_spans(x, x, x, torch.zeros(1, 1, 3, 2, dtype=torch.int32), None, False, None),
+        lambda x: attention_module.try_fast_sparse(
+            x, x, x, torch.zeros(1, 1, 3, 2, dtype=torch.int32), None, None, False, None
+        ),
+        (2, 4, 3, 8),
+    ),
+    "attention with blocks": (
+        lambda x: attention_module.try_fast_sparse(x, x, x, None, None, BlockList.dense(3, 3, (64, 64)), False, None),
         (2, 4, 3, 8),
     ),
     "softmax": (lambda x: try_fast_softmax("softmax", x, -1, False), (3, 4)),
@@ -225,7 +231,7 @@ def test_attention_with_spans(given, causal):
     key, value = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6)
     spans = given.get("query_spans"), given.get("key_spans")
     with torch.no_grad():
-        assert attention_module.try_fast_spans(Q, key, value, *spans, causal, 0.3) is not None
+        assert attention_module.try_fast_sparse(Q, key, value, *spans, None, causal, 0.3) is not None
     results = []
     for lse in (False, True):
         leaves = [t.clone().requires_grad_() for t in (Q, key, value)]
@@ -241,9 +247,9 @@ def test_attention_with_spans(given, causal):
 @pytest.mark.parametrize("spans", OTHER_SPANS.values(), ids=OTHER_SPANS)
 def test_attention_with_other_spans(spans):
     key = torch.randn(2, 4, 5, 8)
-    assert attention_module.try_fast_spans(Q, key, key, spans, None, False, None) is None
+    assert attention_module.try_fast_sparse(Q, key, key, spans, None, None, False, None) is None
     long = torch.zeros(1, 1, 5, 2, dtype=torch.int32)
-    assert attention_module.try_fast_spans(Q, key, key, spans, long, False, None) is None
+    assert attention_module.try_fast_sparse(Q, key, key, spans, long, None, False, None) is None
 
 
 @pytest.mark.parametrize(
@@ -251,7 +257,49 @@ def test_attention_with_other_spans(spans):
 )
 def test_other_attention_with_spans(call):
     spans = torch.zeros(1, 1, call[0].shape[-2], 2, dtype=torch.int32)
-    assert attention_module.try_fast_spans(*call, spans, None, False, None) is None
+    assert attention_module.try_fast_sparse(*call, spans, None, None, False, None) is None
+
+
+def lists(*leading, dtype=torch.int32, capacity=2):
+    """Counts and indices for three queries and five keys: one block of each."""
+    return torch.ones(*leading, 1, dtype=dtype), torch.zeros(*leading, 1, capacity, dtype=dtype)
+
+
+LISTS = {
+    "for all heads": BlockList(*lists(1), (64, 64)),
+    "per head": BlockList(*lists(4), (128, 64)),
+    "per batch and head": BlockList(*lists(2, 4), (64, 128)),
+    "empty": BlockList(*lists(2, 1, capacity=0), (128, 128)),
+    "columns apart in memory": BlockList(lists(1)[0], torch.zeros(1, 1, 4, dtype=torch.int32)[..., ::2], (64, 64)),
+}
+OTHER_LISTS = {
+    "without a size": BlockList(*lists(1)),
+    "of five dimensions": BlockList(*lists(1, 1, 1), (64, 64)),
+    "of int64": BlockList(*lists(1, dtype=torch.int64), (64, 64)),
+    "of other heads": BlockList(*lists(3), (64, 64)),
+    "of other batches": BlockList(*lists(3, 4), (64, 64)),
+    "broadcast apart": BlockList(lists(4)[0], lists(1)[1], (64, 64)),
+    "of other blocks": BlockList(*lists(1), (64, 32)),
+    "a subclass": BlockList(Parameter(lists(1)[0], requires_grad=False), lists(1)[1], (64, 64)),
+    "meta": BlockList(*(t.to("meta") for t in lists(1)), (64, 64)),
+}
+
+
+@pytest.mark.parametrize("blocks", LISTS.values(), ids=LISTS)
+def test_attention_with_lists(blocks):
+    key = torch.randn(2, 4, 5, 8)
+    with torch.no_grad():
+        fast = attention_module.try_fast_sparse(Q, key, key, None, None, blocks, True, 0.3)
+    if blocks.indices.stride(-1) == 2:
+        assert fast is None
+        return
+    assert torch.equal(fast, flash_online.attention(Q, key, key, blocks=blocks, causal=True, scale=0.3, return_lse=True)[0])
+
+
+@pytest.mark.parametrize("blocks", OTHER_LISTS.values(), ids=OTHER_LISTS)
+def test_attention_with_other_lists(blocks):
+    key = torch.randn(2, 4, 5, 8)
+    assert attention_module.try_fast_sparse(Q, key, key, None, None, blocks, False, None) is None
 
 
 ATTENTIONS = (F.scaled_dot_product_attention, flash_online.attention)

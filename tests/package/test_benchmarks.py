@@ -204,7 +204,8 @@ def test_the_targets_and_means_of_cached_keys(modules):
 def test_every_target_has_a_cell(modules, name):
     """A target of no cell would never be judged; nor would a comparison with a form that is not measured there."""
     cases, summary = modules[f"{name}.cases"], modules[f"{name}.summary"]
-    cells = [cell for group in cases.CELLS.values() for cell in group]
+    groups = cases.CELLS | getattr(cases, "SPARSE", {})
+    cells = [cell for group in groups.values() for cell in group]
     assert len({(cell.family, cell.kind, cell.label, cell.dtype) for cell in cells}) == len(cells)
     targets = summary.TARGETS if name == "attention" else (*summary.FASTER, *summary.BESIDE)
     for target in targets:

@@ -195,6 +195,9 @@ def calls(dtype, layout):
         yield RAW.attention_varlen_backward, varlen_backward_arguments(dtype, layout, all_options)
     outs, lses = parts(dtype)
     yield RAW.attention_dropout_mask, (torch.tensor([1, 2]), 1, 2, 3, 1, 4, 5, 0.5)
+    counts, indices = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([[[0, 2, 9], [1, 1, 1]]], dtype=torch.int32)
+    yield RAW.block_tiles, (counts, indices, 128, 64, 200, 190)
+    yield RAW.block_topk, (torch.randn(2, 3, 4), 2, True, 64, 128)
     yield RAW.attention_merge, (outs, lses)
     yield RAW.attention_merge_backward, (torch.randn_like(outs[0]), torch.randn_like(lses[0]), outs, lses)
     yield RAW.copy_blocks, copies(dtype)
@@ -247,7 +250,10 @@ def is_floating(value):
 def test_operators_have_a_derivative_or_say_that_they_have_none():
     """test_matrix.py differentiates its cases; whatever is none of them refuses inputs that require grad."""
     cases = {case.split()[1] for case in CASES if case.startswith("raw ")}
-    refused = {name for name in names() if name not in cases} - {"attention_dropout_mask"}  # which has no floating input
+    refused = {name for name in names() if name not in cases} - {
+        "attention_dropout_mask",
+        "block_tiles",
+    }  # without a floating input
     assert refused
     for op, arguments in calls(torch.float32, "contiguous"):
         if op._qualified_op_name.split("::")[1] in refused:
