@@ -110,6 +110,44 @@ CASES["attention alibi"] = Case(
 )
 
 
+def spans_of_queries(n: int) -> Tensor:
+    """Two intervals of keys per query, some of them empty, for both heads."""
+    begin = torch.arange(n) // 2
+    return torch.stack([begin, begin + 2, torch.full_like(begin, n - 1), torch.arange(n) % 3 + n - 1], -1).int()[None, None]
+
+
+def spans_of_keys(n: int) -> Tensor:
+    """An interval of queries per key and head."""
+    begin = torch.arange(n + 1) // 3
+    return torch.stack([torch.stack([begin, begin + n - h], -1) for h in range(2)])[None].int()
+
+
+CASES["attention spans"] = Case(
+    lambda q, k, v, a, b: flash_online.attention(q, k, v, query_spans=a, key_spans=b),
+    lambda q, k, v, a, b: dense(q, k, v, query_spans=a, key_spans=b),
+    qkv,
+    lambda n: [spans_of_queries(n), spans_of_keys(n)],
+)
+
+
+def rows_of_blocks(n: int) -> list[tuple[int, ...]]:
+    """A few rows more than a block has, and little else: hessians have all pairs of numbers."""
+    return [(1, 1, n + 61, 2), (1, 1, n + 62, 2), (1, 1, n + 62, 1)]
+
+
+def lists_of_blocks(n: int) -> list[Tensor]:
+    """Counts and indices: the first block of queries sees the first block of keys, the second one both."""
+    return [torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([[[0, 1], [0, 1]]], dtype=torch.int32)]
+
+
+CASES["attention blocks"] = Case(
+    lambda q, k, v, c, i: flash_online.attention(q, k, v, causal=True, blocks=flash_online.BlockList(c, i, (64, 64))),
+    lambda q, k, v, c, i: dense(q, k, v, causal=True, blocks=(c, i, (64, 64))),
+    rows_of_blocks,
+    lists_of_blocks,
+)
+
+
 # --- packed sequences -------------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +186,14 @@ CASES["varlen"] = Case(
     lambda q, k, v, a, b: dense_of_packed(q, k, v, a, b)[0],
     packed,
     starts,
+)
+
+
+CASES["varlen spans"] = Case(
+    lambda q, k, v, a, b, s: flash_online.varlen_attention(q, k, v, a, b, LONGEST, LONGEST, query_spans=s),
+    lambda q, k, v, a, b, s: reference.varlen_attention(q, k, v, a, b, LONGEST, LONGEST, query_spans=s),
+    packed,
+    lambda n: [*starts(n), torch.arange(n + 4).unsqueeze(-1).int() // 2 + torch.tensor([0, 2], dtype=torch.int32)],
 )
 
 

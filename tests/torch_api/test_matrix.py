@@ -55,7 +55,7 @@ NO_SIZES = (RuntimeError, "Batching rule not implemented for aten::(sym_size|sym
 OURS |= {
     (case, "make_fx symbolic", "vmap"): NO_SIZES
     for case in (
-        *("sdpa broadcast", "attention alibi", "raw attention_varlen_forward"),
+        *("sdpa broadcast", "attention alibi", "attention blocks", "raw attention_varlen_forward"),
         *("linear_cross_entropy", "linear_cross_entropy none", "linear_cross_entropy probabilities"),
     )
 }
@@ -77,7 +77,7 @@ OURS |= {
 }
 # Forward mode and second derivatives of packed sequences go sequence by sequence, by numbers that a tracer has not.
 BY_SEQUENCE = ((NotImplementedError, UNSUPPORTED, torch._dynamo.exc.BackendCompilerFailed), "cu_seqlens: expected values")
-for case in ("varlen", "varlen causal sinks lse", "raw attention_varlen_forward", "raw attention_varlen_backward"):
+for case in ("varlen", "varlen spans", "varlen causal sinks lse", *(f"raw attention_varlen_{d}ward" for d in ("for", "back"))):
     differentiated = TRANSFORMS.keys() - {"vmap"} if case.endswith("backward") else {*FORWARD_MODE, *SECOND}
     OURS |= {
         (case, way, t): BY_SEQUENCE for way in INSIDE for t in differentiated if (way, t) not in TORCHS and way != "compile"
