@@ -31,9 +31,11 @@ def random_blocks(
     return BlockList(counts.to(device), indices.to(device), size), mask.to(device)
 
 
-def random_tiles(g: torch.Generator, heads: int, lengths: Sequence[int], tile_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+def random_tiles(
+    g: torch.Generator, heads: int, lengths: Sequence[int], tile_keys: int, density: float = 0.5
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(bool tiles [heads, ..] of 64 queries and `tile_keys` keys, the bool mask that they stand for)."""
-    tiles = torch.rand(heads, -(-lengths[0] // 64), -(-lengths[1] // tile_keys), generator=g) < 0.5
+    tiles = torch.rand(heads, -(-lengths[0] // 64), -(-lengths[1] // tile_keys), generator=g) < density
     return tiles, tiles.repeat_interleave(64, -2).repeat_interleave(tile_keys, -1)[:, : lengths[0], : lengths[1]]
 
 
