@@ -259,21 +259,25 @@ def try_fast_sparse(
     causal: bool,
     scale: float | None,
 ) -> Tensor | None:
-    """`try_fast_path` with spans int32 of four dimensions, neighbouring bounds, and sizes of 1 where they broadcast, and with a
-    list as `try_fast_tiles` takes it."""
+    """`try_fast_path` with spans int32 of two to four dimensions, neighbouring bounds, and sizes of 1 where they broadcast, and
+    with a list as `try_fast_tiles` takes it."""
     if not are_plain("scaled_dot_product_attention", query, (key, value)):
         return None
     shape, key_shape, value_shape = query.shape, key.shape, value.shape
     if len(shape) != 4 or 0 in shape or 0 in key_shape or not _shapes_fit(shape, key_shape, value_shape, True):
         return None
+    whole = []
     for spans, length in ((query_spans, shape[2]), (key_spans, key_shape[2])):
-        if spans is None:
-            continue
-        if not are_plain_numbers(spans, query, 4):
-            return None
-        batch, heads, rows, bounds = spans.shape
-        if rows != length or bounds not in (2, 4) or batch not in (1, shape[0]) or heads not in (1, shape[1]):
-            return None
+        rank = spans.dim() if type(spans) is Tensor else 4
+        if spans is not None:
+            if not 2 <= rank <= 4 or not are_plain_numbers(spans, query, rank):
+                return None
+            sizes = spans.shape
+            if sizes[-2] != length or sizes[-1] not in (2, 4) or rank > 2 and sizes[-3] not in (1, shape[1]):
+                return None
+            if rank == 4 and sizes[0] not in (1, shape[0]):
+                return None
+        whole.append(spans if rank == 4 else spans[(None,) * (4 - rank)])
     if scale is None:
         scale = default_scale(shape[-1])
     elif type(scale) is not float:
@@ -284,8 +288,8 @@ def try_fast_sparse(
     tensors, options = (query, key, value, None, None, None, None), plain_options(causal, scale, tf32_for(query))
     try:
         if is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            return _attention(*tensors, query_spans, key_spans, tiles, options)[0]
-        return _run_forward(*tensors, *options, query_spans, key_spans, tiles)[0]
+            return _attention(*tensors, *whole, tiles, options)[0]
+        return _run_forward(*tensors, *options, *whole, tiles)[0]
     except RuntimeError as error:
         raise surfaced(error, query) from None
 

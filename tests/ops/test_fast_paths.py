@@ -209,9 +209,13 @@ SPANS = {
         "query_spans": torch.tensor([0, 5], dtype=torch.int32).expand(2, 1, 3, 2),
         "key_spans": torch.tensor([0, 2, 2, 3], dtype=torch.int32).expand(1, 4, 5, 4),
     },
+    "of one head": {"query_spans": torch.randint(0, 6, (3, 2), dtype=torch.int32)},
+    "of heads": {"key_spans": torch.randint(0, 4, (4, 5, 4), dtype=torch.int32)},
 }
 OTHER_SPANS = {
-    "rank 3": torch.zeros(1, 3, 2, dtype=torch.int32),
+    "rank 1": torch.zeros(2, dtype=torch.int32),
+    "rank 5": torch.zeros(1, 1, 1, 3, 2, dtype=torch.int32),
+    "other heads": torch.zeros(3, 3, 2, dtype=torch.int32),
     "int64": torch.zeros(1, 1, 3, 2, dtype=torch.int64),
     "another length": torch.zeros(1, 1, 4, 2, dtype=torch.int32),
     "three bounds": torch.zeros(1, 1, 3, 3, dtype=torch.int32),
