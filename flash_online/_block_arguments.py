@@ -76,10 +76,7 @@ def tiles_of_blocks(
             f"blocks: expected counts of {blocks_in(queries, rows)} blocks of {rows} queries (last dimension), got "
             f"{counts.shape[-1]}"
         )
-    if counts.shape != indices.shape[:-1]:
-        shape = torch.broadcast_shapes(counts.shape, indices.shape[:-1])
-        counts, indices = counts.expand(shape), indices.expand(*shape, -1)
-    tiles = _block_tiles(counts, indices, rows, columns, queries, keys)
+    tiles = _tiles(counts, indices, rows, columns, queries, keys)
     return tiles.view((1,) * (len(batch_and_heads) + 2 - tiles.dim()) + tiles.shape)
 
 
@@ -91,7 +88,15 @@ def tile_keys(tiles: Tensor, keys: int) -> int:
 def listed_blocks(counts: Tensor, indices: Tensor, key_blocks: int) -> Tensor:
     """bool `[..., nq, key_blocks]`: whether each block of keys is listed. Indices from a row's count on, and those that are no
     block's, count as none."""
-    return _block_tiles(counts, indices, LIST_TILE, LIST_TILE, counts.shape[-1] * LIST_TILE, key_blocks * LIST_TILE)
+    return _tiles(counts, indices, LIST_TILE, LIST_TILE, counts.shape[-1] * LIST_TILE, key_blocks * LIST_TILE)
+
+
+def _tiles(counts: Tensor, indices: Tensor, rows: int, columns: int, queries: int, keys: int) -> Tensor:
+    """The operator block_tiles, for counts and indices whose leading dimensions broadcast."""
+    if counts.shape != indices.shape[:-1]:
+        shape = torch.broadcast_shapes(counts.shape, indices.shape[:-1])
+        counts, indices = counts.expand(shape), indices.expand(*shape, -1)
+    return _block_tiles(counts, indices, rows, columns, queries, keys)
 
 
 def _checked(blocks: Any, query: Tensor, batch_and_heads: Sequence[int]) -> tuple[Tensor, Tensor, tuple[int, int] | None]:

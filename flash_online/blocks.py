@@ -9,6 +9,7 @@ Lists lie on the device; no function reads them on the host, except `BlockList.f
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -87,10 +88,8 @@ class BlockList(NamedTuple):
                 "mask for what they hide"
             )
         key_blocks = partial[1].shape[-1]
-        listed = [listed_blocks(counts, indices, key_blocks) for counts, indices in parts if counts is not None]
-        seen = torch.zeros_like(partial[1], dtype=torch.bool)
-        for one in listed:
-            seen = seen | one
+        listed = (listed_blocks(counts, indices, key_blocks) for counts, indices in parts if counts is not None)
+        seen = functools.reduce(torch.logical_or, listed, torch.zeros_like(partial[1], dtype=torch.bool))
         return BlockList.from_mask(seen, (size[0], size[1]))
 
     @staticmethod
@@ -143,8 +142,7 @@ class BlockList(NamedTuple):
             valid = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
             key_blocks = int(torch.where(valid, indices, -1).max()) + 1 if valid.numel() else 0
         check_int("key_blocks", key_blocks)
-        shape = torch.broadcast_shapes(counts.shape, indices.shape[:-1])
-        seen = listed_blocks(counts.expand(shape), indices.expand(*shape, -1), key_blocks)
+        seen = listed_blocks(counts, indices, key_blocks)
         return BlockList.from_mask(seen.transpose(-1, -2), None if size is None else (size[1], size[0]))
 
 

@@ -320,7 +320,8 @@ def _scratch(operator: str, call: SimpleNamespace) -> int:
     """An upper bound of the bytes that a forward operator allocates in addition to its results if every thread works; 0 if
     unknown: there is no introspection module, or it depends on values in tensors."""
     introspect = _introspection()
-    # Over cached keys the number of partial results depends on the lengths, which only the device knows.
+    # Over cached keys the number of partial results depends on the lengths, which only the device knows. The operators of
+    # _NO_SCRATCH allocate their results alone.
     if introspect is None or operator in (*_CACHED, *_NO_SCRATCH):
         return 0
     threads = torch.get_num_threads()

@@ -125,3 +125,19 @@ POSITIONS = {
     "window": {"causal": True, "window": (130, 0)},
     "both sides": {"window": (70, 33)},
 }
+
+# Head dims of one of each kernel on CUDA that takes sparsity (spans, lists of blocks), and one that is padded.
+SPARSE_HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512), (72, 40)]
+
+# Arguments of `oracle.Attention` that sparsity meets in a kernel.
+SPARSE_OPTIONS = {
+    "causal": {"options": {"causal": True}},
+    "window": {"options": {"window": (70, 40), "alignment": "lower_right"}},
+    "sinks": {"sinks": True},
+    "softcap": {"options": {"softcap": 4.0}},
+    "ALiBi": {"alibi": 2},
+    "dropout": {"options": {"dropout_p": 0.3}},
+    "bool mask": {"mask": "bool"},
+    "bias": {"mask": "float", "mask_shape": (0, 1, 1, 1)},
+    "scale": {"options": {"scale": -0.5}},
+}

@@ -21,5 +21,29 @@ def without_lse(function):
     return lambda *tensors, return_lse, **words: (function(*tensors, **words), torch.zeros(()))
 
 
+def check_compiled(attend, tensors, given, mask, dynamic):
+    """Asserts that a compiled call with the words `given` has the results and gradients of a plain one with the mask."""
+    compiled = torch.compile(lambda q, k, v, **o: attend(q, k, v, **o), fullgraph=True, dynamic=dynamic)
+    ours, theirs = without_lse(compiled), without_lse(attend)
+    for one, other in zip(run(ours, tensors, **given), run(theirs, tensors, mask=mask), strict=True):
+        assert torch.equal(one, other)
+
+
+def check_transforms(attend, tensors, two):
+    """Asserts that vmap over the tensors, over `two` further arguments and over both has the results of one call for all, and
+    that it has the gradient of every sample."""
+    whole = attend(*tensors, *two)
+    assert torch.equal(torch.vmap(attend)(*tensors, *two), whole)
+    one = [t[0] for t in two]
+    only = torch.vmap(attend, in_dims=(0, 0, 0, None, None))(*tensors, *one)
+    assert torch.equal(only, attend(*tensors, *one))
+    alone = torch.vmap(attend, in_dims=(None, None, None, 0, 0))(*(t[0] for t in tensors), *two)
+    assert torch.equal(alone[0], whole[0])
+    grads = torch.vmap(torch.func.grad(lambda *x: attend(*x).square().sum()))(*tensors, *two)
+    leaf = tensors[0].detach().requires_grad_()
+    attend(leaf, *tensors[1:], *two).square().sum().backward()
+    torch.testing.assert_close(grads, leaf.grad)
+
+
 def is_floating(value):
     return isinstance(value, torch.Tensor) and value.is_floating_point()

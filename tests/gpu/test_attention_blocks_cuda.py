@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from block_cases import SIZES, random_blocks
+from cases import SPARSE_HEAD_DIMS, SPARSE_OPTIONS
 from gradients import run
 from oracle import Attention
 
@@ -16,25 +17,11 @@ from flash_online.testing import assert_close_to_float64
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ours_alone")]
 
-OPTIONS = {
-    "causal": {"options": {"causal": True}},
-    "window": {"options": {"window": (70, 40), "alignment": "lower_right"}},
-    "sinks": {"sinks": True},
-    "spans": {"spans": (1, 0)},
-    "spans of both": {"spans": (2, 1), "options": {"causal": True}},
-    "softcap": {"options": {"softcap": 4.0}},
-    "ALiBi": {"alibi": 2},
-    "dropout": {"options": {"dropout_p": 0.3}},
-    "bool mask": {"mask": "bool"},
-    "bias": {"mask": "float", "mask_shape": (0, 1, 1, 1)},
-    "scale": {"options": {"scale": -0.5}},
-}
+OPTIONS = SPARSE_OPTIONS | {"spans": {"spans": (1, 0)}, "spans of both": {"spans": (2, 1), "options": {"causal": True}}}
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize(
-    "head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512), (72, 40)]
-)
+@pytest.mark.parametrize("head_dims", SPARSE_HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_head_dims(dtype, head_dims, size):
     for seed, lengths in enumerate([(64, 128), (130, 257), (515, 700), (300, 65)]):

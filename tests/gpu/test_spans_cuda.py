@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import SPARSE_HEAD_DIMS, SPARSE_OPTIONS
 from oracle import Attention, Packed
 
 import flash_online
@@ -15,24 +16,11 @@ from flash_online.testing import assert_close_to_float64
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ours_alone")]
 
 KINDS = [(1, 0), (2, 0), (0, 1), (0, 2), (2, 2)]
-OPTIONS = {
-    "alone": {},
-    "causal": {"options": {"causal": True}},
-    "window": {"options": {"window": (70, 40), "alignment": "lower_right"}},
-    "sinks": {"sinks": True},
-    "softcap": {"options": {"softcap": 4.0}},
-    "ALiBi": {"alibi": 2},
-    "dropout": {"options": {"dropout_p": 0.3}},
-    "bool mask": {"mask": "bool"},
-    "bias": {"mask": "float", "mask_shape": (0, 1, 1, 1)},
-    "scale": {"options": {"scale": -0.5}},
-}
+OPTIONS = {"alone": {}} | SPARSE_OPTIONS
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
-@pytest.mark.parametrize(
-    "head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512), (72, 40)]
-)
+@pytest.mark.parametrize("head_dims", SPARSE_HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_head_dims(dtype, head_dims, kinds):
     for seed, lengths in enumerate([(64, 128), (130, 257), (515, 700), (300, 65)]):

@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 from block_cases import SIZES, random_blocks
-from gradients import run, without_lse
+from gradients import check_compiled, check_transforms, run
 from instruction_sets import run_tests, skip_unless_lesser
 from span_cases import random_spans
 
@@ -144,33 +144,18 @@ def test_second_derivatives_and_forward_mode(device):
 def test_transforms(device):
     """vmap over tensors, over lists and over both; a gradient per sample."""
     *tensors, blocks, _ = draw(torch.float32, (70, 140), batch=3)
-    whole = flash_online.attention(*tensors, blocks=blocks)
 
     def attend(query, key, value, counts, indices):
         return flash_online.attention(query, key, value, blocks=BlockList(counts, indices, blocks.size))
 
-    lists = blocks.counts, blocks.indices
-    assert torch.equal(torch.vmap(attend)(*tensors, *lists), whole)
-    one = [t[0] for t in lists]
-    only = torch.vmap(attend, in_dims=(0, 0, 0, None, None))(*tensors, *one)
-    assert torch.equal(only, flash_online.attention(*tensors, blocks=BlockList(*one, blocks.size)))
-    alone = torch.vmap(attend, in_dims=(None, None, None, 0, 0))(*(t[0] for t in tensors), *lists)
-    assert torch.equal(alone[0], whole[0])
-    grads = torch.vmap(torch.func.grad(lambda *x: attend(*x).square().sum()))(*tensors, *lists)
-    leaf = tensors[0].detach().requires_grad_()
-    flash_online.attention(leaf, *tensors[1:], blocks=blocks).square().sum().backward()
-    torch.testing.assert_close(grads, leaf.grad)
+    check_transforms(attend, tensors, (blocks.counts, blocks.indices))
 
 
 @CPU
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic, device):
     *tensors, blocks, mask = draw(torch.float32, (133, 140), size=(128, 64))
-    compiled = torch.compile(lambda q, k, v, **o: flash_online.attention(q, k, v, **o), fullgraph=True, dynamic=dynamic)
-
-    ours, theirs = without_lse(compiled), without_lse(flash_online.attention)
-    for one, other in zip(run(ours, tensors, blocks=blocks), run(theirs, tensors, mask=mask), strict=True):
-        assert torch.equal(one, other)
+    check_compiled(flash_online.attention, tensors, {"blocks": blocks}, mask, dynamic)
 
 
 @CPU

@@ -8,7 +8,7 @@ import functools
 
 import pytest
 import torch
-from gradients import run, without_lse
+from gradients import check_compiled, check_transforms, run
 from instruction_sets import run_tests, skip_unless_lesser
 from torch.autograd import forward_ad
 
@@ -196,33 +196,18 @@ def test_packed_second_derivatives(device):
 def test_transforms(device):
     """vmap over tensors, over spans and over both; a gradient per sample."""
     *tensors, given, _ = draw(torch.float32, (9, 12), batch=3, kinds=(1, 2))
-    names = list(given)
-    whole = flash_online.attention(*tensors, **given)
 
-    def attend(query, key, value, *spans_of_one):
-        return flash_online.attention(query, key, value, **dict(zip(names, spans_of_one, strict=True)))
+    def attend(query, key, value, query_spans, key_spans):
+        return flash_online.attention(query, key, value, query_spans=query_spans, key_spans=key_spans)
 
-    assert torch.equal(torch.vmap(attend)(*tensors, *given.values()), whole)
-    first = {name: one[0] for name, one in given.items()}
-    only = torch.vmap(attend, in_dims=(0, 0, 0, None, None))(*tensors, *first.values())
-    assert torch.equal(only, flash_online.attention(*tensors, **first))
-    alone = torch.vmap(attend, in_dims=(None, None, None, 0, 0))(*(t[0] for t in tensors), *given.values())
-    assert torch.equal(alone[0], whole[0])
-    grads = torch.vmap(torch.func.grad(lambda *x: attend(*x).square().sum()))(*tensors, *given.values())
-    leaf = tensors[0].detach().requires_grad_()
-    flash_online.attention(leaf, *tensors[1:], **given).square().sum().backward()
-    torch.testing.assert_close(grads, leaf.grad)
+    check_transforms(attend, tensors, (given["query_spans"], given["key_spans"]))
 
 
 @CPU
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic, device):
     *tensors, given, mask = draw(torch.float32, (33, 40), kinds=(2, 1))
-    compiled = torch.compile(lambda q, k, v, **o: flash_online.attention(q, k, v, **o), fullgraph=True, dynamic=dynamic)
-
-    ours, theirs = without_lse(compiled), without_lse(flash_online.attention)
-    for one, other in zip(run(ours, tensors, **given), run(theirs, tensors, mask=mask), strict=True):
-        assert torch.equal(one, other)
+    check_compiled(flash_online.attention, tensors, given, mask, dynamic)
     packed = [t[0].transpose(0, 1) for t in tensors]
     starts = [torch.tensor([0, n], dtype=torch.int32) for n in (33, 40)]
     words = {name: one[0] for name, one in given.items()}

@@ -1,6 +1,7 @@
-// The bits of a tile of 64 queries and 64 keys of which sparsity hides something, as words of MaskBits and TransposedMaskBits.
-// A warp makes them: each lane has the intervals of two rows as 64 bits of places, and the words are these bits in another
-// order, which shuffles bring about. The warps that call it have few registers, so that the loops over columns are rolled.
+// For a tile of 64 queries and 64 keys that sparsity hides in part: which scores it hides, as words of MaskBits and
+// TransposedMaskBits. One warp computes the words of a tile. Each lane computes two rows, 64 bits each, one bit per place, and
+// shuffles bring these bits into the order of the words. The loops over columns are not unrolled, because the warps that run
+// them have few registers.
 #pragma once
 
 #include "../../hw/warp.h"

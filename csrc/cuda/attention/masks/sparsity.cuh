@@ -25,16 +25,16 @@ struct ListedTiles {
         key_step(tiles.stride[3]),
         key_shift(tile_keys == 64 ? 6 : 7) {}
 
-  // Of a query's tile and a key's.
+  // Whether the list has the tile of this query and this key.
   __device__ __forceinline__ bool has(int query, int key) const {
     return __ldg(data + query / kMaskMapTile * query_step + (key >> key_shift) * key_step) != 0;
   }
-  // Of the queries [query, last_query) and the keys [key, last_key), which lie in at most two tiles each way.
+  // The kind of queries [query, last_query) and keys [key, last_key), which lie in at most two tiles each way.
   __device__ __forceinline__ MaskKind kind(int query, int last_query, int key, int last_key) const {
     const bool x[4] = {has(query, key), has(query, last_key - 1), has(last_query - 1, key), has(last_query - 1, last_key - 1)};
     return kind(x[0] || x[1] || x[2] || x[3], x[0] && x[1] && x[2] && x[3]);
   }
-  // Of the 64 queries of a tile.
+  // The same for the 64 queries of one tile.
   __device__ __forceinline__ MaskKind kind(int query, int key, int last_key) const {
     const bool first = has(query, key), last = has(query, last_key - 1);
     return kind(first || last, first && last);
@@ -92,7 +92,7 @@ struct TileSparsity {
     begin = max(begin, first / kSize), end = last <= 0 ? begin : min(end, (last - 1) / kSize + 1);
   }
 
-  // Of the tile of queries [query, last_query) and keys [key, last_key), all of which exist.
+  // The kind of the tile of queries [query, last_query) and keys [key, last_key). All of these rows exist.
   __device__ __forceinline__ MaskKind kind(int query, int last_query, int key, int last_key) const {
     bool hidden = false, clear = true;
     if (listed.data) {
@@ -168,7 +168,7 @@ struct HeadSparsity {
     return {queries + head * head_stride + query * query_stride, query_intervals};
   }
   __device__ __forceinline__ RowSpans of_key(int key) const { return {keys + key * key_stride, key_intervals}; }
-  // Whether a query may see a key, both of which exist.
+  // Whether a query may see a key. Both rows exist.
   __device__ __forceinline__ bool show(int query, int key) const {
     return (!listed.data || listed.has(query, key)) && (!queries || of_query(query).has(key)) &&
            (!keys || of_key(key).has(query));
