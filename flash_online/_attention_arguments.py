@@ -59,8 +59,10 @@ class AttentionOptions(NamedTuple):
         return *shared, *own, tf32
 
 
-def given_spans(query_spans: Tensor | None, key_spans: Tensor | None, tiles: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """Spans, and tiles of a list of blocks, as the last arguments of an operator, which need not be there."""
+def given_sparsity(
+    query_spans: Tensor | None, key_spans: Tensor | None, tiles: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """Spans, and tiles of a list of blocks, as the last arguments of an operator; what is None at their end is left out."""
     if tiles is not None:
         return query_spans, key_spans, tiles
     return () if query_spans is key_spans is None else (query_spans, key_spans)

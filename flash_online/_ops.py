@@ -227,12 +227,12 @@ def _attention_forward_vmap(info, in_dims, query, key, value, mask, alibi_slopes
         _front(alibi_slopes, dims.alibi_slopes, size),
         sinks,
         rng,
-        *_with_spans_in_front(options, in_dims[7:], size),
+        *_with_sparsity_in_front(options, in_dims[7:], size),
     )
     return results, (0, 0, 0)
 
 
-def _with_spans_in_front(options, in_dims, size) -> list:
+def _with_sparsity_in_front(options, in_dims, size) -> list:
     """The arguments after an operator's tensors. Spans and tiles, the only ones of them that may be mapped, may have size 1 in
     batch dimensions."""
     return [
@@ -370,7 +370,7 @@ def _attention_backward_vmap(
         _front(out, out_dim, size),
         _front(lse, lse_dim, size).contiguous(),
         _front(lse_low, lse_low_dim, size).contiguous(),
-        *_with_spans_in_front(options, in_dims[12:], size),
+        *_with_sparsity_in_front(options, in_dims[12:], size),
     )
     return results, (0, 0, 0, 0 if mask_grad else None, None)
 

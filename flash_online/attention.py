@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _policy
-from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors, default_scale, given_spans
+from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors, default_scale, given_sparsity
 from ._attention_derivatives import gradient_jvp
 from ._autograd import (
     Description,
@@ -431,7 +431,7 @@ class Attention(Description):
     @staticmethod
     def arguments(*inputs):
         *tensors, query_spans, key_spans, tiles, options = inputs
-        return *tensors, *options, *given_spans(query_spans, key_spans, tiles)
+        return *tensors, *options, *given_sparsity(query_spans, key_spans, tiles)
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -531,7 +531,7 @@ class _AttentionBackward(Description):
     def arguments(*inputs):
         *tensors, query_spans, key_spans, tiles, out, lse, lse_low, options, mask_grad, deterministic = inputs
         options = options.for_backward(mask_grad, deterministic)
-        return *tensors, out, lse, lse_low, *options, *given_spans(query_spans, key_spans, tiles)
+        return *tensors, out, lse, lse_low, *options, *given_sparsity(query_spans, key_spans, tiles)
 
     @staticmethod
     def save(ctx, inputs, outputs):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _checked
-from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTensors, given_spans
+from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTensors, given_sparsity
 from ._attention_derivatives import gradient_jvp
 from ._autograd import Description, differentiable
 from ._canonicalize import cast_and_check, check_attention, check_packed, expand_slopes, window_bounds
@@ -244,7 +244,7 @@ class _Varlen(Description):
     @staticmethod
     def arguments(*inputs):
         *tensors, query_spans, key_spans, max_seqlen_q, max_seqlen_k, options = inputs
-        return *tensors, max_seqlen_q, max_seqlen_k, *options, *given_spans(query_spans, key_spans)
+        return *tensors, max_seqlen_q, max_seqlen_k, *options, *given_sparsity(query_spans, key_spans)
 
     @staticmethod
     def save(ctx, inputs, outputs):
@@ -293,7 +293,7 @@ class _VarlenBackward(Description):
     def arguments(*inputs):
         *tensors, query_spans, key_spans, out, lse, lse_low, max_seqlen_q, max_seqlen_k, options, deterministic = inputs
         others = (out, lse, lse_low, max_seqlen_q, max_seqlen_k)
-        return *tensors, *others, *options.for_backward(deterministic), *given_spans(query_spans, key_spans)
+        return *tensors, *others, *options.for_backward(deterministic), *given_sparsity(query_spans, key_spans)
 
     @staticmethod
     def save(ctx, inputs, outputs):

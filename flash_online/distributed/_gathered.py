@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._attention_arguments import AttentionOptions, given_spans
+from .._attention_arguments import AttentionOptions, given_sparsity
 from .._ops import accumulator_of, dense_strides_in_order, ops, surfaced
 from ._agreement import settle
 from ._group import Group, is_traced, start_all_gather, start_exchange, start_reduce_scatter, wait
@@ -382,7 +382,7 @@ def _spans_of(call: GatheredCall, piece: _Piece, starts: Tensor | None, spans: l
             document = torch.searchsorted(starts, keys, right=True).sub(1).clamp(min=0)
             lost = (first - starts[document]).clamp(min=0)[:, None]
             key_spans = torch.maximum(key_spans, lost) - lost
-    return given_spans(query_spans, key_spans)
+    return given_sparsity(query_spans, key_spans)
 
 
 def _padded(piece: _Piece, rows: Tensor, fill: float = 0.0) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._attention_arguments import AttentionOptions, given_spans
+from .._attention_arguments import AttentionOptions, given_sparsity
 from .._autograd import plain_apply, requires_grad, unwrap_if_dead
 from .._copies import BYTES, Copies, copied
 from .._ops import below_autograd, dense_strides_in_order, ops, surfaced
@@ -89,9 +89,9 @@ def _forward(call: EagerCall, query, key, value, others: PerHead, starts):
     slopes, sinks, *spans = others.of(call.own_heads(query.shape[1]))
     if call.packed:
         tensors = (*whole, starts, starts, slopes, sinks, None, call.longest, call.longest)
-        results = _run_varlen(*tensors, *call.options, *given_spans(*spans))
+        results = _run_varlen(*tensors, *call.options, *given_sparsity(*spans))
     else:
-        results = _run_dense(*whole, None, slopes, sinks, None, *call.options, *given_spans(*spans))
+        results = _run_dense(*whole, None, slopes, sinks, None, *call.options, *given_sparsity(*spans))
     rows = _exchanged(call, "rows", results[: 1 + call.return_lse], (query, None))
     return (rows[0], rows[1] if call.return_lse else None), (*whole, slopes, *spans, *results)
 
@@ -161,7 +161,7 @@ def _of_heads(ctx, saved: list, dense: Callable, varlen: Callable, grad_out, gra
     """The gradients of query, key and value of all rows and this rank's heads, by these operators, and that of sinks."""
     call = ctx.call
     *whole, slopes, sinks, starts, query_spans, key_spans, out, lse, low = saved
-    spans = given_spans(query_spans, key_spans)
+    spans = given_sparsity(query_spans, key_spans)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     heads = call.own_heads(out.shape[1] * call.group.ranks)
