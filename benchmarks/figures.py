@@ -169,8 +169,25 @@ def paper_top(record: dict):
     return figure
 
 
+def rollouts(record: dict):
+    """What examples/rollouts.py measured: answers that share a prompt in one row, and in rows of their own."""
+    figure, sides = plt.subplots(1, 2, figsize=(7, 2.4), layout="constrained")
+    for axes, key, unit, title in (
+        (sides[0], "answer_tokens_per_s", 1e3, "thousand tokens of answers per second"),
+        (sides[1], "extra_bytes", 2**30, "GiB at the peak of a step"),
+    ):
+        axes.barh(list(record["forms"]), [form[key] / unit for form in record["forms"].values()], height=0.5)
+        axes.set_title(title, fontsize=10)
+    return figure
+
+
 # results -> the functions that draw its figures, named like their files
-FIGURES = {"attention": (attention_plain, speed), "decode": (decode,), "paper": (paper_softmax, paper_top)}
+FIGURES = {
+    "attention": (attention_plain, speed),
+    "decode": (decode,),
+    "paper": (paper_softmax, paper_top),
+    "rollouts": (rollouts,),
+}
 
 
 def draw(name: str, record: dict, folder: Path) -> None:

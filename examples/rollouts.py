@@ -6,8 +6,8 @@ python examples/rollouts.py --prompt 4096 --answers 16 --longest 512 --width 102
 
 The row is the prompt and then the answers; `flash_online.spans.shared_prefix` says who sees whom in memory that is linear in
 the row's length, and an answer's positions continue the prompt's. The program compares loss and gradients with N rows that each
-repeat the prompt, prints tokens per second and memory of both, and writes them to OUT.json and, with matplotlib, OUT.png. It
-needs transformers.
+repeat the prompt, prints tokens per second and memory of both, and with --out writes them to a file; the docs' figure is drawn
+from benchmarks/results/rollouts.json. It needs transformers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import flash_online
 from flash_online import spans, testing
 from flash_online.integrations import transformers as integration
 
+SCHEMA = 3  # of the records in benchmarks/results
 SHARED = "shared_prefix"  # the attention function's name in transformers
 
 
@@ -38,7 +39,7 @@ def options(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4, help="query heads; two share a key head")
     parser.add_argument("--vocabulary", type=int, default=512)
-    parser.add_argument("--out", type=Path, default=Path("rollouts"), help="figures go to OUT.json and OUT.png")
+    parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
     words = parser.parse_args(given)
     if words.answers < 2:
         parser.error(f"--answers: expected 2 or more, got {words.answers}")
@@ -158,7 +159,8 @@ def compare(words: argparse.Namespace) -> dict:
     rollouts = Rollouts.draw(words, device)
     tokens = sum(map(len, rollouts.answers))
     register()
-    record: dict = {"device": device, "tokens": tokens + len(rollouts.prompt), "forms": {}}
+    of_machine = {"device": torch.cuda.get_device_name() if device == "cuda" else device, "torch": torch.__version__}
+    record: dict = {"schema": SCHEMA, **of_machine, "tokens": tokens + len(rollouts.prompt), "forms": {}}
     losses, gradients = [], []
     for name, batch, attention in (
         ("one row", in_one_row(rollouts), SHARED),
@@ -175,29 +177,11 @@ def compare(words: argparse.Namespace) -> dict:
     return record
 
 
-def draw(record: dict, path: Path) -> None:
-    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, sides = plt.subplots(1, 2, figsize=(7, 2.4), layout="constrained")
-    for axes, key, unit, title in (
-        (sides[0], "answer_tokens_per_s", 1e3, "thousand tokens of answers per second"),
-        (sides[1], "extra_bytes", 2**20, "MiB at the peak of a step"),
-    ):
-        axes.barh(list(record["forms"]), [form[key] / unit for form in record["forms"].values()], height=0.5)
-        axes.set_title(title, fontsize=10)
-    figure.savefig(path.with_suffix(".png"), dpi=130)
-
-
 def main(given: list[str] | None = None) -> None:
     words = options(given)
     record = compare(words)
-    draw(record, words.out)
+    if words.out:
+        words.out.write_text(json.dumps(record, indent=1) + "\n")
     for name, form in record["forms"].items():
         print(
             f"{name}: {form['ms']:.1f} ms a step, {form['answer_tokens_per_s']:,.0f} tokens of answers per second, "

@@ -25,8 +25,8 @@ if not PROGRAM.is_file():
 def test_one_row_has_the_loss_and_gradients_of_separate_rows(tmp_path, prompt, answers, longest):
     program = runpy.run_path(str(PROGRAM))
     sizes = ["--prompt", prompt, "--answers", answers, "--longest", longest]
-    program["main"]([*map(str, sizes), *SMALL, "--out", str(tmp_path / "figures")])
-    record = json.loads((tmp_path / "figures.json").read_text())
+    program["main"]([*map(str, sizes), *SMALL, "--out", str(tmp_path / "record.json")])
+    record = json.loads((tmp_path / "record.json").read_text())
     assert record["loss_apart"] < 1e-5 and record["gradients_apart"] < 1e-4
     assert record["loss"] != 0
     if prompt > 1:

@@ -587,7 +587,9 @@ def test_a_quick_run_of_attention_and_its_record(modules, tmp_path, command):
         assert ours["error"] < 0.02
         if command == "attention":
             assert ours["forward_share"] == pytest.approx(ours["forward_tflop_per_s"] / result["matmul"]["tflop_per_s"])
-            assert ours["forward_ms"] > 0 and ours["backward_tflop_per_s"] > 0 and result["unavailable"]["FA3"]
+            assert ours["forward_ms"] > 0 and ours["backward_tflop_per_s"] > 0
+            if cell.family != "blocks":  # the others have FlashAttention-3 as a peer, and no binary of it here
+                assert result["unavailable"]["FA3"]
         else:
             assert ours["share"] == pytest.approx(ours["gb_per_s"] / result["read"]["gb_per_s"]) and result["sets"] >= 1
             assert ours["gb_per_s"] == pytest.approx(1e-3 * cell.bytes_read() / ours["us"])
