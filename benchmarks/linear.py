@@ -33,7 +33,8 @@ MIB = 1 << 20
 OPS = torch.ops.flash_online
 TRUTH_ROWS = 1024  # rows that the reference computes at a time
 FOUR_PRODUCTS, OUR_LOSS_ALONE = f"{OURS}, four products", "torch's linear, our cross_entropy"
-PEERS = ("torch", "torch.compile", FOUR_PRODUCTS, OUR_LOSS_ALONE)
+WITH_ENTROPY = f"{OURS}, with entropy"  # and the loss's gradient alone
+PEERS = ("torch", "torch.compile", FOUR_PRODUCTS, WITH_ENTROPY, OUR_LOSS_ALONE)
 
 
 def plain(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
@@ -67,6 +68,7 @@ def providers(device: str, wanted: list[str] | None, chunks: list[int]) -> dict[
         "torch": plain,
         "torch.compile": torch.compile(plain),
         FOUR_PRODUCTS: lambda x, w, t: flash_online.linear_cross_entropy(x, w, t, reduction="none").mean(),
+        WITH_ENTROPY: lambda x, w, t: flash_online.linear_cross_entropy(x, w, t, return_entropy=True)[0],
         OUR_LOSS_ALONE: lambda x, w, t: our_functional.cross_entropy(torch_functional.linear(x, w), t),
     }
     ours = our_functional.linear_cross_entropy
@@ -144,6 +146,7 @@ def parts_of(x: Tensor, w: Tensor, target: Tensor) -> tuple[str, dict]:
         "grad_linear_weight, first chunk": (1, lambda: torch.mm(logits.t(), chunk, out=grad_weight)),
         "grad_linear_weight, the others": (chunks - 1, lambda: grad_weight.addmm_(logits.t(), chunk)),
         "loss alone": (chunks, lambda: OPS.cross_entropy_forward(logits, t, None, -100, 0.0)),
+        "loss and entropy": (0, lambda: OPS.cross_entropy_forward(logits, t, None, -100, 0.0, True)),
         "gradient alone, in place": (chunks, lambda: OPS.cross_entropy_backward_(ones, None, logits, *options, False)),
         "loss and gradient, in place": (chunks, lambda: OPS.cross_entropy_backward_(ones, None, logits, *options, True)),
         "scale by 1": (1, lambda: OPS.scale_(grad_weight, one)),
@@ -151,7 +154,7 @@ def parts_of(x: Tensor, w: Tensor, target: Tensor) -> tuple[str, dict]:
     }
     torch.mm(chunk, w.t(), out=logits)
     words = f"{chunks} chunks of {rows} rows, {logits.element_size() * rows * pitch / MIB:.0f} MiB each"
-    return words, {name: part for name, part in calls.items() if part[0]}
+    return words, {name: part for name, part in calls.items() if part[0] or "entropy" in name}
 
 
 def measure(case: Case, device: str, seconds: float, rounds: int, wanted: list[str] | None, chunks: list[int]) -> dict:
@@ -171,10 +174,11 @@ def measure(case: Case, device: str, seconds: float, rounds: int, wanted: list[s
 
         timers[name] = {"forward": call_timer(forward, setting, device), "step": call_timer(step, setting, device)}
     interleave([of_one[what] for what in ("forward", "step") for of_one in timers.values()], seconds, rounds)
-    products = 3 * 2 * x.shape[0] * x.shape[1] * w.shape[0]
+    product = 2 * x.shape[0] * x.shape[1] * w.shape[0]
     for name, of_one in timers.items():
         entry = {f"{what}_ms": 1e3 * timer.median for what, timer in of_one.items()}
-        rates = {"step_tflop_per_s": 1e-12 * products / of_one["step"].median, "rounds": len(of_one["step"].times)}
+        rates = {f"{what}_tflop_per_s": 1e-12 * n * product / of_one[what].median for what, n in (("forward", 1), ("step", 3))}
+        rates["rounds"] = len(of_one["step"].times)
         result["providers"][name] = entry | rates | facts[name]
     result["chunks"], parts = parts_of(*tensors)
     of_parts = {name: call_timer(call, torch.no_grad, device) for name, (_, call) in parts.items()}

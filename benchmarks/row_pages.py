@@ -218,11 +218,19 @@ def terminal_summary(record: dict) -> list[str]:
 def linear_table(result: dict) -> list[str]:
     """A case of linear_cross_entropy: its providers, then the parts of a step of ours."""
     rows = [
-        [name, number(e["forward_ms"]), number(e["step_ms"]), number(e["step_tflop_per_s"])]
+        [name, *(number(e[f"{what}_{unit}"]) for what in ("forward", "step") for unit in ("ms", "tflop_per_s"))]
         + [number(e["beyond_results_bytes"] / MIB), f"{e['error']:.0e}".replace("e-0", "e-")]
         for name, e in result["providers"].items()
     ]
-    head = [f"{result['case']}, {result['dtype']}", "forward, ms", "a step, ms", "TFLOP/s", "MiB beyond gradients", "error"]
+    head = [
+        f"{result['case']}, {result['dtype']}",
+        "forward, ms",
+        "TFLOP/s",
+        "a step, ms",
+        "TFLOP/s",
+        "MiB beyond gradients",
+        "error",
+    ]
     lines = [*table(head, rows), *(f"{name} is unavailable: {why}." for name, why in result["unavailable"].items())]
     parts = [[name, str(part["count"]), number(part["ms"])] for name, part in result["parts"].items()]
     return [*lines, "", *table([result["chunks"], "times", "ms"], parts)]

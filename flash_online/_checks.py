@@ -53,6 +53,13 @@ def check_flag(name: str, flag) -> None:
         raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
 
 
+def check_flags(**flags) -> dict[str, bool]:
+    """The flags. Raises TypeError unless each is a bool."""
+    for name, flag in flags.items():
+        check_flag(name, flag)
+    return flags
+
+
 def check_device(name: str, tensor: Tensor | None, other_name: str, other: Tensor) -> None:
     """Raises InvalidArgument unless two tensors are on one device. Subclasses of Tensor are not checked."""
     if type(tensor) is Tensor and type(other) is Tensor and tensor.device != other.device:

@@ -126,11 +126,16 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float, first: bool)
         total.mul_(scale)
 
 
-def _empty_rows(input: Tensor, positions: int, accumulator: torch.dtype, forward: bool, argmax: bool) -> tuple[Tensor, ...]:
-    """loss, lse, row_weight and argmax, [N, P] each; empty if not requested."""
+def _empty_rows(
+    input: Tensor, positions: int, accumulator: torch.dtype, forward: bool, argmax: bool, entropy: bool, top: int
+) -> tuple[Tensor, ...]:
+    """loss, lse, row_weight, entropy and argmax, [N, P] each, top_log_probs and top_classes [N, P, top]; empty if not
+    requested."""
     sizes = [input.shape[0], positions]
-    rows = (input.new_empty(sizes if forward else [0], dtype=accumulator) for _ in range(3))
-    return *rows, input.new_empty(sizes if argmax else [0], dtype=torch.int64)
+    rows = (input.new_empty(sizes if wanted else [0], dtype=accumulator) for wanted in (*[forward] * 3, entropy))
+    top_sizes = [*sizes, top] if top else [0]
+    indices = (input.new_empty(size, dtype=torch.int64) for size in (sizes if argmax else [0], top_sizes))
+    return *rows, next(indices), input.new_empty(top_sizes, dtype=accumulator), next(indices)
 
 
 def _empty_gradients(tensors, wanted):
@@ -153,20 +158,39 @@ def with_z_gradient(grad_lse: Tensor | None, lse_factor: Tensor, lse: Tensor) ->
     return z_grad if grad_lse is None else grad_lse + z_grad
 
 
-def _rows_in_place(scores, options, cotangents, forward, target_grad):
-    """((loss, lse, row_weight) of the logits `scores` [n, C, P], the gradient of lse, the gradient of the targets), None for
-    what is not requested. The gradient of the logits overwrites them, unless `cotangents` is None. `options` are the arguments
-    of cross_entropy_forward after the first, `cotangents` grad_loss, grad_lse and lse_factor."""
+def _rows_in_place(scores, options, cotangents, forward, target_grad, entropy):
+    """((loss, lse, row_weight, entropy) of the logits `scores` [n, C, P], the gradient of lse, the gradient of the targets),
+    None for what is not requested. The gradient of the logits overwrites them, unless `cotangents` is None. `options` are the
+    arguments of cross_entropy_forward after the first, `cotangents` grad_loss, grad_lse, lse_factor, grad_entropy and the
+    entropy itself."""
     if cotangents is None:
-        return _cross_entropy(scores, *options), None, None
-    grad_loss, grad_lse, lse_factor = cotangents
-    one_pass = forward and lse_factor is None  # one kernel gives losses and gradients
-    rows = _cross_entropy(scores, *options) if forward and not one_pass else (None,) * 3
+        return _cross_entropy(scores, *options, entropy), None, None
+    grad_loss, grad_lse, lse_factor, *of_entropy = cotangents
+    one_pass = forward and lse_factor is None  # one kernel gives losses and gradients, unless there is an entropy
+    rows = _cross_entropy(scores, *options, entropy) if forward and not one_pass else (None,) * 4
     if lse_factor is not None:
         lse = rows[1] if forward else _logsumexp(scores, 1, None)
         grad_lse = with_z_gradient(grad_lse, lse_factor, lse)
-    *row_results, grad_target = _cross_entropy_backward_in_place(grad_loss, grad_lse, scores, *options, target_grad, one_pass)
+    *row_results, grad_target = _cross_entropy_backward_in_place(
+        grad_loss, grad_lse, scores, *options, target_grad, one_pass, one_pass and entropy, *of_entropy
+    )
     return (row_results if one_pass else rows), grad_lse, grad_target
+
+
+def top_logits(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """(the `top` largest logits in the accumulator's dtype, their classes), [n, P, top] each, of logits [n, C, P]; empty for
+    0."""
+    accumulator = accumulator_of(scores.dtype)
+    if top == 0:
+        return scores.new_empty([0], dtype=accumulator), scores.new_empty([0], dtype=torch.int64)
+    _, classes = ops.topk_softmax_forward.default(scores, top, 1, False, accumulator)
+    return scores.gather(1, classes).to(accumulator).movedim(1, -1), classes.movedim(1, -1)
+
+
+def log_probs_of(top: tuple[Tensor, Tensor], lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, classes) of `top_logits`, with lse [n, P]."""
+    logits, classes = top
+    return logits - lse.unsqueeze(-1) if classes.dim() == 3 else logits, classes
 
 
 class _Cap:
@@ -196,18 +220,21 @@ class _Cap:
 
 
 def _run(
-    input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype, scale, softcap, forward,
-    grad_loss=None, grad_lse=None, lse_factor=None, wanted=_NONE_WANTED, argmax=False,
+    input, linear_weight, linear_bias, target, weight, row_scale, ignore_index, label_smoothing, dtype, scale, softcap, forward,
+    grad_loss=None, grad_lse=None, lse_factor=None, wanted=_NONE_WANTED, argmax=False, entropy=False, top=0,
+    grad_entropy=None, entropy_value=None,
 ):  # fmt: skip
-    """The loop over chunks that the three operators share: (loss, lse, row_weight, argmax, the four gradients). Results that
-    are not requested are empty: the first three without `forward`, argmax, each gradient that is not in `wanted`."""
+    """The loop over chunks that the three operators share: (loss, lse, row_weight, entropy, argmax, top_log_probs, top_classes,
+    the four gradients). Results that are not requested are empty: the first three without `forward`, each gradient that is
+    not in `wanted`."""
     (rows, hidden), (classes, positions, _) = input.shape, linear_weight.shape
     columns, device = classes * positions, input.device.type
     common, indexed = common_dtype(dtype, target), not target.is_floating_point()
     accumulator, gradients = accumulator_of(common), any(wanted)
     step, accumulate = chunk_plan(rows, columns, hidden, dtype, device, wanted[1] and linear_weight.dtype.itemsize == 2)
 
-    results = _empty_rows(input, positions, accumulator, forward, argmax)
+    results = _empty_rows(input, positions, accumulator, forward, argmax, entropy, top)
+    cotangents_of_all = grad_loss, grad_lse, lse_factor, grad_entropy, entropy_value
     grads = _empty_gradients((input, linear_weight, linear_bias, target), wanted)
     grad_input, grad_linear_weight, grad_linear_bias, grad_target = grads
     total = grad_linear_weight.view(columns, hidden) if wanted[1] else grad_linear_weight
@@ -225,32 +252,42 @@ def _run(
         x = input[chunk].to(dtype)
         chunk_logits, chunk_no_grad = buffer[: x.shape[0], :columns], []
         _product(chunk_logits, x, matrix.t(), scale / softcap if softcap else scale, bias)
+        factors = None if row_scale is None else row_scale[chunk].to(dtype).unsqueeze(1)
+        if factors is not None:
+            chunk_logits.mul_(factors)
         for first in range(begin, chunk.stop, block):  # once, unless the logits are capped
             part = slice(first, min(first + block, chunk.stop))
             logits, t = chunk_logits[first - begin : part.stop - begin], target[part]
             if argmax:  # before a cap, which may make several logits equal
-                results[3][part] = logits.unflatten(1, (classes, positions)).argmax(1)
+                results[4][part] = logits.unflatten(1, (classes, positions)).argmax(1)
             scores = (logits if cap is None else cap.apply(logits)).unflatten(1, (classes, positions))
             if not indexed:
                 common = common if cap is None else accumulator
                 scores, t = scores.to(common), t.to(common)
             options = (t, weight, ignore_index, label_smoothing)
-            cotangents = tuple(g if g is None else g[part] for g in (grad_loss, grad_lse, lse_factor)) if gradients else None
-            pieces, part_grad_lse, part_grad_target = _rows_in_place(scores, options, cotangents, forward, wanted[3])
+            chosen = top_logits(scores, top) if top else None  # before their gradient overwrites them
+            cotangents = tuple(g if g is None else g[part] for g in cotangents_of_all) if gradients else None
+            pieces, part_grad_lse, part_grad_target = _rows_in_place(scores, options, cotangents, forward, wanted[3], entropy)
             if forward:
-                for whole, piece in zip(results[:3], pieces, strict=True):
+                for whole, piece in zip(results[: 3 + entropy], pieces, strict=False):
                     whole[part] = piece
+                if chosen is not None:
+                    results[5][part], results[6][part] = log_probs_of(chosen, pieces[1])
             if not gradients:
                 continue
             if indexed:
                 no_grad = t == ignore_index
-                chunk_no_grad.append(no_grad if part_grad_lse is None else no_grad & (part_grad_lse == 0))
+                for part_grad in (part_grad_lse, cotangents[3]):
+                    no_grad = no_grad if part_grad is None else no_grad & (part_grad == 0)
+                chunk_no_grad.append(no_grad)
             if cap is not None:
                 cap.differentiate(scores, chunk_no_grad[-1] if indexed else None, logits)
             elif scores.dtype != dtype:
                 logits.copy_(scores.flatten(1))
             if wanted[3]:
                 grad_target[part] = part_grad_target
+        if gradients and factors is not None:
+            chunk_logits.mul_(factors)
         if wanted[0]:
             if input.dtype == dtype:
                 _product(grad_input[chunk], chunk_logits, matrix, scale)
@@ -279,8 +316,9 @@ def _run(
 #
 # input [N, H], linear_weight [C, P, H], linear_bias [C, P], target int64 [N, P] or probabilities [N, C, P], weight [C] in the
 # accumulator's dtype; input, linear_weight and linear_bias in any floating dtype; the products run in `dtype`. loss, lse,
-# row_weight, grad_loss, grad_lse and lse_factor: [N, P] in the accumulator's dtype. `wanted` says which gradients of (input,
-# linear_weight, linear_bias, target) are computed, each in its tensor's dtype; unwanted gradients are empty.
+# row_weight, entropy, grad_loss, grad_lse, lse_factor and grad_entropy: [N, P] in the accumulator's dtype. `wanted` says which
+# gradients of (input, linear_weight, linear_bias, target) are computed, each in its tensor's dtype; unwanted gradients are
+# empty.
 #
 # The backward operator adds lse_factor * lse to grad_lse: that is the gradient of a loss with a term in lse^2. The step
 # operator does both passes at once, for a grad_loss and an lse_factor that are known beforehand. `scale` and `softcap` (0:
@@ -288,41 +326,48 @@ def _run(
 # of the largest logit, or empty.
 
 _ARGUMENTS = (
-    "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, int ignore_index, "
-    "float label_smoothing, ScalarType dtype, float scale, float softcap"
+    "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? row_scale, "
+    "int ignore_index, float label_smoothing, ScalarType dtype, float scale, float softcap"
 )
-_ROWS = "Tensor loss, Tensor lse, Tensor row_weight, Tensor argmax"
+_MORE = "bool return_argmax=False, bool return_entropy=False, int top=0"
+_ROWS = "Tensor loss, Tensor lse, Tensor row_weight, Tensor entropy, Tensor argmax, Tensor top_log_probs, Tensor top_classes"
 _GRADIENTS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias, Tensor grad_target"
 
 
+_CALL = 11  # arguments that all three have
+_RESULTS = 7  # of a row
+
+
 def _forward(*arguments):
-    *arguments, argmax = arguments
-    return _run(*arguments, True, argmax=argmax)[:4]
+    argmax, entropy, top = (*arguments[_CALL:], *(False, False, 0)[len(arguments) - _CALL :])
+    return _run(*arguments[:_CALL], True, argmax=argmax, entropy=entropy, top=top)[:_RESULTS]
 
 
 def _backward(*arguments):
-    *arguments, grad_loss, grad_lse, lse_factor, wanted = arguments
-    return _run(*arguments, False, grad_loss, grad_lse, lse_factor, wanted)[4:]
+    grad_loss, grad_lse, lse_factor, wanted, *of_entropy = (*arguments[_CALL:], None, None)[:6]
+    cotangents = grad_loss, grad_lse, lse_factor, wanted
+    found = _run(*arguments[:_CALL], False, *cotangents, grad_entropy=of_entropy[0], entropy_value=of_entropy[1])
+    return found[_RESULTS:]
 
 
 def _step(*arguments):
-    *arguments, argmax, grad_loss, lse_factor, wanted = arguments
-    return _run(*arguments, True, grad_loss, None, lse_factor, wanted, argmax)
+    grad_loss, lse_factor, wanted, *more = arguments[_CALL:]
+    return _run(*arguments[:_CALL], True, grad_loss, None, lse_factor, wanted, *more)
 
 
-def _forward_fake(input, linear_weight, linear_bias, target, *others):
-    *_, dtype, _, _, argmax = others
-    return _empty_rows(input, linear_weight.shape[1], accumulator_of(common_dtype(dtype, target)), True, argmax)
+def _forward_fake(input, linear_weight, linear_bias, target, weight, row_scale, *others):
+    _, _, dtype, _, _, *more = others
+    more = (*more, *(False, False, 0)[len(more) :])
+    return _empty_rows(input, linear_weight.shape[1], accumulator_of(common_dtype(dtype, target)), True, *more)
 
 
-def _backward_fake(input, linear_weight, linear_bias, target, *others):
-    *_, wanted = others
-    return _empty_gradients((input, linear_weight, linear_bias, target), wanted)
+def _backward_fake(*arguments):
+    return _empty_gradients(arguments[:4], arguments[_CALL + 3])
 
 
 def _step_fake(*arguments):
-    *call, _, _, wanted = arguments
-    return *_forward_fake(*call), *_empty_gradients(call[:4], wanted)
+    _, _, wanted, *more = arguments[_CALL:]
+    return *_forward_fake(*arguments[:_CALL], *more), *_empty_gradients(arguments[:4], wanted)
 
 
 def _forward_flops(input, linear_weight, *others, wanted=_NONE_WANTED, out_shape=None, **kwargs) -> int:
@@ -331,9 +376,12 @@ def _forward_flops(input, linear_weight, *others, wanted=_NONE_WANTED, out_shape
     return 2 * rows * hidden * classes * positions * (1 + bool(wants_input) + bool(wants_linear_weight))
 
 
-def _gradient_flops(*arguments, out_shape=None, **kwargs) -> int:
-    *call, wanted = arguments
-    return _forward_flops(*call, wanted=wanted)
+def _backward_flops(*arguments, out_shape=None, **kwargs) -> int:
+    return _forward_flops(*arguments, wanted=arguments[_CALL + 3])
+
+
+def _step_flops(*arguments, out_shape=None, **kwargs) -> int:
+    return _forward_flops(*arguments, wanted=arguments[_CALL + 2])
 
 
 def _define(name: str, schema: str, run, fake, flops) -> None:
@@ -364,24 +412,25 @@ def _implement(name: str, kernel, device: str) -> None:
 
 _define(
     "linear_cross_entropy_forward",
-    f"({_ARGUMENTS}, bool return_argmax) -> ({_ROWS})",
+    f"({_ARGUMENTS}, {_MORE}) -> ({_ROWS})",
     _forward,
     _forward_fake,
     _forward_flops,
 )
 _define(
     "linear_cross_entropy_backward",
-    f"({_ARGUMENTS}, Tensor grad_loss, Tensor? grad_lse, Tensor? lse_factor, bool[] wanted) -> ({_GRADIENTS})",
+    f"({_ARGUMENTS}, Tensor grad_loss, Tensor? grad_lse, Tensor? lse_factor, bool[] wanted, Tensor? grad_entropy=None, "
+    f"Tensor? entropy=None) -> ({_GRADIENTS})",
     _backward,
     _backward_fake,
-    _gradient_flops,
+    _backward_flops,
 )
 _define(
     "linear_cross_entropy_step",
-    f"({_ARGUMENTS}, bool return_argmax, Tensor grad_loss, Tensor? lse_factor, bool[] wanted) -> ({_ROWS}, {_GRADIENTS})",
+    f"({_ARGUMENTS}, Tensor grad_loss, Tensor? lse_factor, bool[] wanted, {_MORE}) -> ({_ROWS}, {_GRADIENTS})",
     _step,
     _step_fake,
-    _gradient_flops,
+    _step_flops,
 )
 
 # tensor *= factor, where factor is a scalar in float32 or wider: mul_ would round it to tensor's dtype first, which biases all

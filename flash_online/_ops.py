@@ -649,9 +649,9 @@ def _logsumexp_backward_vmap(info, in_dims, grad, input, dim):
 _register("logsumexp_backward", _logsumexp_backward_fake, _logsumexp_backward_vmap, _no_flops)
 
 
-def _cross_entropy_forward_fake(input, target, weight, ignore_index, label_smoothing):
+def _cross_entropy_forward_fake(input, target, weight, ignore_index, label_smoothing, return_entropy=False):
     rows = _without(input.shape, 1)
-    return tuple(_accumulator(input, rows) for _ in range(3))
+    return *(_accumulator(input, rows) for _ in range(3)), _accumulator(input, rows if return_entropy else [0])
 
 
 def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
@@ -669,31 +669,35 @@ def _cross_entropy_folds(input_dim, target_dim, weight_dim, target) -> bool:
     return input_dim is not None and weight_dim is None and (target_dim is not None or not target.is_floating_point())
 
 
-def _cross_entropy_forward_vmap(info, in_dims, input, target, weight, ignore_index, label_smoothing):
+def _cross_entropy_forward_vmap(info, in_dims, input, target, weight, *options):
     if not _cross_entropy_folds(*in_dims[:3], target):
-        args = (input, target, weight, ignore_index, label_smoothing)
-        return _one_by_one(ops.cross_entropy_forward.default, info, in_dims, args)
+        return _one_by_one(ops.cross_entropy_forward.default, info, in_dims, (input, target, weight, *options))
     input, target = _fold(input, in_dims[0], info.batch_size), _fold(target, in_dims[1], info.batch_size)
-    results = ops.cross_entropy_forward.default(input, target, weight, ignore_index, label_smoothing)
-    return tuple(_unfold(result, info.batch_size) for result in results), (0, 0, 0)
+    *rows, entropy = ops.cross_entropy_forward.default(input, target, weight, *options)
+    has_entropy = entropy.shape == rows[0].shape
+    rows = [_unfold(row, info.batch_size) for row in (*rows, *([entropy] if has_entropy else []))]
+    return (*rows, entropy)[:4], (0, 0, 0, 0 if has_entropy else None)
 
 
 _register("cross_entropy_forward", _cross_entropy_forward_fake, _cross_entropy_forward_vmap, _no_flops)
 
 
-def _cross_entropy_backward_fake(grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad):
+def _cross_entropy_backward_fake(
+    grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad, grad_entropy=None, entropy=None
+):
     return input.new_empty(input.shape), target.new_empty(target.shape) if target_grad else input.new_empty([0])
 
 
 def _cross_entropy_backward_vmap(
-    info, in_dims, grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad
+    info, in_dims, grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad, *entropy
 ):
-    size = info.batch_size
+    size, options = info.batch_size, (weight, ignore_index, label_smoothing, target_grad)
     if not _cross_entropy_folds(*in_dims[2:5], target):
-        args = (grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad)
+        args = (grad_loss, grad_lse, input, target, *options, *entropy)
         return _one_by_one(ops.cross_entropy_backward.default, info, in_dims, args)
     folded = [_fold(tensor, dim, size) for tensor, dim in zip((grad_loss, grad_lse, input, target), in_dims, strict=False)]
-    grad_input, grad_target = ops.cross_entropy_backward.default(*folded, weight, ignore_index, label_smoothing, target_grad)
+    entropy = [_fold(tensor, dim, size) for tensor, dim in zip(entropy, in_dims[8:], strict=True)]
+    grad_input, grad_target = ops.cross_entropy_backward.default(*folded, *options, *entropy)
     if target_grad:
         grad_target = _unfold(grad_target, size)
     return (_unfold(grad_input, size), grad_target), (0, 0 if target_grad else None)
@@ -733,11 +737,13 @@ _register("cross_entropy_loss_backward", _cross_entropy_loss_backward_fake, _cro
 
 
 def _cross_entropy_backward_in_place_fake(
-    grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad, forward
-):
+    grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad, forward, return_entropy=False,
+    grad_entropy=None, entropy=None,
+):  # fmt: skip
     rows = _without(input.shape, 1) if forward else [0]
     grad_target = target.new_empty(target.shape) if target_grad else input.new_empty([0])
-    return *(_accumulator(input, rows) for _ in range(3)), grad_target
+    losses = (_accumulator(input, rows) for _ in range(3))
+    return *losses, _accumulator(input, rows if return_entropy else [0]), grad_target
 
 
 def _cross_entropy_backward_in_place_vmap(info, in_dims, *args):

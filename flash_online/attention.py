@@ -118,7 +118,7 @@ def attention(
         blocks: a `flash_online.BlockList`: a block of queries sees the listed blocks of keys alone.
         softcap: limits scores to (-softcap, softcap) with a tanh; 0 is none.
         alibi_slopes: `[Hq]` or `[..., Hq]`, positive slopes; no gradient.
-        sinks: `[Hq]`, one logit per head that joins the denominator only; differentiable.
+        sinks: `[Hq]`, one logit per head that joins the denominator only; differentiable. Zeros add one to it: softmax1.
         dropout_p: probability that a weight is dropped, applied whenever > 0; draws one (seed, offset) from torch's default
             generator of the device.
         scale: 1 / sqrt(E) if None.

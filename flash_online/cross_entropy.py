@@ -22,19 +22,25 @@ from ._autograd import (
     without_derivative,
 )
 from ._canonicalize import autocasts, check_types
-from ._checks import check_dtype, check_float, check_floating, check_index, differ, none_as_zero
+from ._checks import check_dtype, check_flag, check_float, check_floating, check_index, differ, none_as_zero
 from ._ops import InvalidArgument, accumulator_of, below_autograd, call_below, is_known, ops, surfaced
 from ._plain import are_plain, are_plain_numbers, is_compiling, is_grad_enabled
 from .softmax import inner_product, logsumexp_rows, softmax_rows
 
 
 class CrossEntropy(Description):
-    """(input [N, C, ...], target, weight, ignore_index, label_smoothing) -> (loss, lse, row_weight), each [N, ...].
+    """(input [N, C, ...], target, weight, ignore_index, label_smoothing, return_entropy) -> (loss, lse, row_weight, entropy),
+    each [N, ...], but entropy empty unless it is wanted.
 
-    With a the target distribution of a row, smoothed and weighted by class, and A its sum: loss = A lse - <a, x>.
+    With a the target distribution of a row, smoothed and weighted by class, and A its sum: loss = A lse - <a, x>. With p the
+    softmax: entropy = -<p, log p>, of ignored rows too.
     """
 
     operator = ops.cross_entropy_forward
+
+    @staticmethod
+    def inputs(*arguments):
+        return (*arguments, False)[:6]
 
     @staticmethod
     def check(input, target, weight, *_):
@@ -42,44 +48,56 @@ class CrossEntropy(Description):
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        input, target, weight, ctx.ignore_index, ctx.label_smoothing = inputs
-        ctx.set_materialize_grads(False)  # lse has a gradient in few calls, and row_weight in none
-        return input, target, weight
+        input, target, weight, ctx.ignore_index, ctx.label_smoothing, ctx.return_entropy = inputs
+        ctx.set_materialize_grads(False)  # lse and entropy have a gradient in few calls, and row_weight in none
+        return input, target, weight, outputs[3] if ctx.return_entropy else None
 
     @staticmethod
-    def backward(ctx, grad_loss, grad_lse, _):
-        input, target, weight = ctx.saved_tensors
+    def backward(ctx, grad_loss, grad_lse, _, grad_entropy):
+        input, target, weight, entropy = ctx.saved_tensors
+        if not ctx.return_entropy:
+            grad_entropy = None
         if grad_loss is None:
-            if grad_lse is None:
-                return (None,) * 5
-            grad_loss = torch.zeros_like(grad_lse)
+            given = grad_entropy if grad_lse is None else grad_lse
+            if given is None:
+                return (None,) * 6
+            grad_loss = torch.zeros_like(given)
         grad_input, grad_target = _cross_entropy_backward(
-            grad_loss, grad_lse, input, target, weight, ctx.ignore_index, ctx.label_smoothing, ctx.needs_input_grad[1]
+            *(grad_loss, grad_lse, input, target, weight, ctx.ignore_index, ctx.label_smoothing, ctx.needs_input_grad[1]),
+            *(grad_entropy, None if grad_entropy is None else entropy),
         )
-        return grad_input, grad_target if ctx.needs_input_grad[1] else None, None, None, None
+        return grad_input, grad_target if ctx.needs_input_grad[1] else None, None, None, None, None
 
     @staticmethod
     def jvp(ctx, d_input, d_target, *_):
-        input, target, weight = ctx.saved_tensors
+        input, target, weight, _ = ctx.saved_tensors
         row = _RowTerms(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
-        d_loss = d_lse = torch.zeros_like(row.total)
+        d_loss = d_lse = d_entropy = torch.zeros_like(row.total)
         if d_input is not None:
             d_x = d_input.to(row.p.dtype)
             d_lse = (row.p * d_x).sum(1)
             d_loss = row.unless_ignored(row.total * d_lse - (row.a * d_x).sum(1))
+            if ctx.return_entropy:
+                d_entropy = -(row.p * row.surprise() * d_x).sum(1)
         if d_target is not None and target.is_floating_point():  # for class indices functorch passes zeros
             d_loss = d_loss - (d_target.to(row.p.dtype) * row.scale * row.log_p).sum(1)
-        return d_loss, d_lse, torch.zeros_like(row.total)
+        return d_loss, d_lse, torch.zeros_like(row.total), d_entropy if ctx.return_entropy else d_lse.new_zeros(0)
 
 
 class CrossEntropyBackward(Description):
-    """(grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad) -> (grad_input, grad_target).
+    """(grad_loss, grad_lse, input, target, weight, ignore_index, label_smoothing, target_grad, grad_entropy, entropy) ->
+    (grad_input, grad_target).
 
-    With g and h the gradients of loss and lse, grad_input = (g A + h) p - g a; for probability targets grad_target = -g log(p)
-    times the derivative of a in a probability.
+    With g, h and e the gradients of loss, lse and entropy, grad_input = (g A + h) p - g a - e p s, where s = log p + entropy;
+    for probability targets grad_target = -g log(p) times the derivative of a in a probability. The entropy is an argument only
+    so that the kernel need not compute it again: it has no derivative.
     """
 
     operator = ops.cross_entropy_backward
+
+    @staticmethod
+    def inputs(*arguments):
+        return (*arguments, None, None)[:10]
 
     @staticmethod
     def check(grad_loss, grad_lse, input, target, weight, *_):
@@ -87,18 +105,23 @@ class CrossEntropyBackward(Description):
 
     @staticmethod
     def save(ctx, inputs, outputs):
-        *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.target_grad = inputs
-        return tensors
+        *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.target_grad, grad_entropy, _ = inputs
+        return *tensors, grad_entropy
 
     @staticmethod
     def backward(ctx, v, target_v):
-        g, h, input, target, weight = ctx.saved_tensors
+        g, h, input, target, weight, e = ctx.saved_tensors
         row = _RowTerms(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
         no_h, h = h is None, torch.zeros_like(g) if h is None else h
         v = v.to(row.p.dtype)
         mean = (row.p * v).sum(1)
         grad_of_g, grad_of_h = row.unless_ignored(row.total * mean - (row.a * v).sum(1)), mean
         grad_of_input = row.times(row.unless_ignored(g * row.total) + h, row.p * (v - mean.unsqueeze(1)))
+        grad_of_e = None
+        if e is not None:
+            surprise, centred = row.surprise(), v - mean.unsqueeze(1)
+            grad_of_e = -(row.p * surprise * v).sum(1)
+            grad_of_input = grad_of_input - row.times(e, row.p * (centred * (surprise + 1) + grad_of_e.unsqueeze(1)))
         grad_of_target = None
         if ctx.needs_input_grad[3]:
             grad_of_target = (g.unsqueeze(1) * row.scale * (mean.unsqueeze(1) - v)).to(target.dtype)
@@ -106,11 +129,13 @@ class CrossEntropyBackward(Description):
             c = target_v.to(row.p.dtype) * row.scale
             grad_of_g = grad_of_g - (c * row.log_p).sum(1)
             grad_of_input = grad_of_input + g.unsqueeze(1) * (c.sum(1, keepdim=True) * row.p - c)
-        return grad_of_g, None if no_h else grad_of_h, grad_of_input.to(input.dtype), grad_of_target, None, None, None, None
+        grad_of_h = None if no_h else grad_of_h
+        return grad_of_g, grad_of_h, grad_of_input.to(input.dtype), grad_of_target, None, None, None, None, grad_of_e, None
 
     @staticmethod
-    def jvp(ctx, d_g, d_h, d_input, d_target, *_):
-        g, h, input, target, weight = ctx.saved_tensors
+    def jvp(ctx, d_g, d_h, d_input, d_target, *others):
+        *_, d_e, _ = others
+        g, h, input, target, weight, e = ctx.saved_tensors
         row = _RowTerms(input, target, weight, ctx.ignore_index, ctx.label_smoothing)
         h = torch.zeros_like(g) if h is None else h
         d_grad_input = torch.zeros_like(row.p)
@@ -122,10 +147,16 @@ class CrossEntropyBackward(Description):
                 d_grad_target = d_grad_target - d_g.unsqueeze(1) * row.scale * row.log_p
         if d_h is not None:
             d_grad_input = d_grad_input + row.times(d_h, row.p)
+        if d_e is not None:
+            d_grad_input = d_grad_input - row.times(d_e, row.p * row.surprise())
         if d_input is not None:
             d_x = d_input.to(row.p.dtype)
             centred = d_x - inner_product(row.p, d_x, 1)
             d_grad_input = d_grad_input + row.times(row.unless_ignored(g * row.total) + h, row.p * centred)
+            if e is not None:
+                surprise = row.surprise()
+                mean = (row.p * surprise * d_x).sum(1, keepdim=True)
+                d_grad_input = d_grad_input - row.times(e, row.p * (centred * (surprise + 1) - mean))
             if ctx.target_grad:
                 d_grad_target = d_grad_target - g.unsqueeze(1) * row.scale * centred
         if d_target is not None and target.is_floating_point():
@@ -161,6 +192,11 @@ class _RowTerms:
             self.a = smooth.masked_fill(self.ignored.unsqueeze(1), 0)
         self.total = self.a.sum(1)
 
+    def surprise(self) -> Tensor:
+        """log p + entropy [N, C, ...], the mean of which is 0 under p; `entropy` where p is 0."""
+        log_p = self.log_p.masked_fill(self.log_p == -float("inf"), 0)
+        return log_p - (self.p * log_p).sum(1, keepdim=True)
+
     def unless_ignored(self, rows: Tensor) -> Tensor:
         return rows if self.ignored is None else rows.masked_fill(self.ignored, 0)
 
@@ -179,7 +215,7 @@ _cross_entropy_backward = differentiable(CrossEntropyBackward)
 @composite(ops.cross_entropy_loss)
 def _loss(input, target, weight, ignore_index, label_smoothing, mean, dtype):
     """The reduced loss of differentiable rows."""
-    loss, _, row_weight = ops.cross_entropy_forward.default(input, target, weight, ignore_index, label_smoothing)
+    loss, _, row_weight, _ = ops.cross_entropy_forward.default(input, target, weight, ignore_index, label_smoothing)
     # The values that the operator keeps for its backward pass; their shape depends on the device.
     _, numbers = call_below(ops.cross_entropy_loss, input, target, weight, ignore_index, label_smoothing, mean, dtype)
     total = loss.sum()
@@ -253,27 +289,27 @@ def _reduces_at_once(input, target, weight, dtype) -> bool:
     )
 
 
-def cross_entropy_rows(input, target, weight, ignore_index: int, label_smoothing: float):
-    """(loss, lse, row_weight) of CrossEntropy, with torch's errors for a target out of range and for a weight that requires
-    grad with class indices."""
+def cross_entropy_rows(input, target, weight, ignore_index: int, label_smoothing: float, return_entropy: bool = False):
+    """(loss, lse, row_weight, entropy) of CrossEntropy, with torch's errors for a target out of range and for a weight that
+    requires grad with class indices."""
     wants_grad = weight is not None and weight.requires_grad and torch.is_grad_enabled()
     if wants_grad and not target.is_floating_point():
         raise InvalidArgument("weight: expected requires_grad=False with class indices, got True: no gradient flows to it")
     if weight is not None and target.is_floating_point() and (wants_grad or dispatches()):
-        return _weighted_probabilities_loss(input, target, weight, label_smoothing)
+        return _weighted_probabilities_loss(input, target, weight, label_smoothing, return_entropy)
     if weight is not None:
         weight = weight.to(accumulator_of(input.dtype)).contiguous()
     if dispatches():
-        return _cross_entropy(input, target, weight, ignore_index, label_smoothing)
+        return _cross_entropy(input, target, weight, ignore_index, label_smoothing, return_entropy)
     try:
-        return _cross_entropy(input, target, weight, ignore_index, label_smoothing)
+        return _cross_entropy(input, target, weight, ignore_index, label_smoothing, return_entropy)
     except RuntimeError as error:
         if "out of bounds" in str(error):
             raise IndexError(str(error)) from None
         raise
 
 
-def _weighted_probabilities_loss(input, target, weight, label_smoothing: float):
+def _weighted_probabilities_loss(input, target, weight, label_smoothing: float, return_entropy: bool):
     """CrossEntropy of probability targets in plain torch operations over our log_softmax, which gives class weights a gradient,
     as torch does with probability targets."""
     dtype = accumulator_of(input.dtype)
@@ -281,7 +317,15 @@ def _weighted_probabilities_loss(input, target, weight, label_smoothing: float):
     uniform = label_smoothing / input.shape[1] if input.shape[1] else 0.0
     a = (target.to(dtype) * (1 - label_smoothing) + uniform) * weight.to(dtype).reshape(column)
     loss = -(a * softmax_rows(input, 1, True, dtype)).sum(1)
-    return loss, logsumexp_rows(input, 1, dtype), torch.ones_like(loss)
+    lse, one = logsumexp_rows(input, 1, dtype), torch.ones_like(loss)
+    if not return_entropy:
+        return loss, lse, one, loss.new_empty(0)
+    return loss, lse, one, _cross_entropy(input, target.detach(), None, -100, 0.0, True)[3]
+
+
+def entropy_unless_ignored(entropy: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """CrossEntropy's entropy, with 0 and no gradient for ignored rows."""
+    return entropy if target.is_floating_point() else entropy.masked_fill(target == ignore_index, 0)
 
 
 def check_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None, ignore_index, label_smoothing) -> None:
@@ -358,8 +402,9 @@ def _mean(rows: Tensor) -> Tensor:
 
 
 def cross_entropy_impl(
-    input, target, weight, ignore_index, reduction: int, label_smoothing, return_lse: bool, z_loss: float, dtype
-) -> Tensor | tuple[Tensor, Tensor]:
+    input, target, weight, ignore_index, reduction: int, label_smoothing, return_lse: bool, z_loss: float, dtype,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """cross_entropy with checked arguments that our kernel takes; `reduction` is a reduction_enum."""
     probabilities = not differ(target.shape, input.shape)
     ignore_index = check_index("ignore_index", ignore_index, any_rank=True)
@@ -381,62 +426,53 @@ def cross_entropy_impl(
     single_row = input.dim() == 1
     if single_row:
         input, target = input.unsqueeze(0), target.unsqueeze(0) if probabilities else target.reshape(1)
-    if reduction != 0 and z_loss == 0 and not return_lse and _reduces_at_once(input, target, weight, result_dtype):
+    rows_wanted = reduction == 0 or z_loss != 0 or return_lse or return_entropy
+    if not rows_wanted and _reduces_at_once(input, target, weight, result_dtype):
         return _reduced_loss(input, target, weight, ignore_index, label_smoothing, reduction == 1, result_dtype)
     # row_weight has no derivative, but mark_non_differentiable does not survive torch.func.vmap: reduce_rows detaches it.
-    loss, lse, row_weight = cross_entropy_rows(input, target, weight, ignore_index, label_smoothing)
+    loss, lse, row_weight, entropy = cross_entropy_rows(input, target, weight, ignore_index, label_smoothing, return_entropy)
     result = reduce_rows(loss, lse, row_weight, target, ignore_index, input.shape[1], reduction, z_loss)
     if single_row and reduction == 0:
         result = result.squeeze(0)
+    more = [lse] if return_lse else []
+    if return_entropy:
+        more.append(entropy_unless_ignored(entropy, target, ignore_index))
+    if single_row:
+        more = [row.reshape(rows) for row in more]
     result = result.to(result_dtype)
-    return (result, lse.reshape(rows)) if return_lse else result
+    return (result, *more) if more else result
 
 
 @overload
 def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = ...,
-    size_average: bool | None = ...,
-    ignore_index: int = ...,
-    reduce: bool | None = ...,
-    reduction: str = ...,
-    label_smoothing: float = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    z_loss: float | None = ...,
-    dtype: torch.dtype | None = ...,
-) -> Tensor: ...
+    input: Tensor, target: Tensor, weight: Tensor | None = ..., size_average: bool | None = ..., ignore_index: int = ...,
+    reduce: bool | None = ..., reduction: str = ..., label_smoothing: float = ..., *, return_lse: Literal[False] = ...,
+    return_entropy: Literal[False] = ..., z_loss: float | None = ..., dtype: torch.dtype | None = ...,
+) -> Tensor: ...  # fmt: skip
 @overload
 def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = ...,
-    size_average: bool | None = ...,
-    ignore_index: int = ...,
-    reduce: bool | None = ...,
-    reduction: str = ...,
-    label_smoothing: float = ...,
-    *,
-    return_lse: Literal[True],
-    z_loss: float | None = ...,
-    dtype: torch.dtype | None = ...,
-) -> tuple[Tensor, Tensor]: ...
+    input: Tensor, target: Tensor, weight: Tensor | None = ..., size_average: bool | None = ..., ignore_index: int = ...,
+    reduce: bool | None = ..., reduction: str = ..., label_smoothing: float = ..., *, return_lse: Literal[True],
+    return_entropy: Literal[False] = ..., z_loss: float | None = ..., dtype: torch.dtype | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = ...,
-    size_average: bool | None = ...,
-    ignore_index: int = ...,
-    reduce: bool | None = ...,
-    reduction: str = ...,
-    label_smoothing: float = ...,
-    *,
-    return_lse: bool,
-    z_loss: float | None = ...,
-    dtype: torch.dtype | None = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    input: Tensor, target: Tensor, weight: Tensor | None = ..., size_average: bool | None = ..., ignore_index: int = ...,
+    reduce: bool | None = ..., reduction: str = ..., label_smoothing: float = ..., *, return_lse: Literal[False] = ...,
+    return_entropy: Literal[True], z_loss: float | None = ..., dtype: torch.dtype | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = ..., size_average: bool | None = ..., ignore_index: int = ...,
+    reduce: bool | None = ..., reduction: str = ..., label_smoothing: float = ..., *, return_lse: Literal[True],
+    return_entropy: Literal[True], z_loss: float | None = ..., dtype: torch.dtype | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = ..., size_average: bool | None = ..., ignore_index: int = ...,
+    reduce: bool | None = ..., reduction: str = ..., label_smoothing: float = ..., *, return_lse: bool = ...,
+    return_entropy: bool = ..., z_loss: float | None = ..., dtype: torch.dtype | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -448,9 +484,10 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     *,
     return_lse: bool = False,
+    return_entropy: bool = False,
     z_loss: float | None = 0.0,
     dtype: torch.dtype | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """The cross-entropy of logits and targets, in one read of the logits and without a table of probabilities.
 
     Args:
@@ -464,12 +501,15 @@ def cross_entropy(
         label_smoothing: 0 to 1, as in torch.nn.functional.cross_entropy.
         return_lse: also return lse, the logsumexp of each row's logits in nats, of the shape of class indices, in float32
             (float64 for float64 logits); differentiable.
+        return_entropy: also return the entropy of each row's softmax in nats, of lse's shape and dtype; differentiable; 0 with
+            gradient 0 for ignored rows. Logits of -inf have probability 0; class weights, smoothing and z_loss do not enter.
         z_loss: adds z_loss * lse^2 for each row that is not ignored; "mean" divides that term by the number of such rows,
             without class weights.
         dtype: dtype of the loss; input's if None.
 
     Returns:
-        The loss, a scalar, or with reduction="none" of the shape of class indices; with `return_lse` the pair (loss, lse).
+        The loss, a scalar, or with reduction="none" of the shape of class indices; with `return_lse` or `return_entropy` a
+        tuple: the loss, then lse and entropy as requested, in this order.
         The backward pass reads the logits again, and raises RuntimeError if they were changed in place (torch keeps a table of
         log-probabilities and does not).
 
@@ -483,7 +523,7 @@ def cross_entropy(
     section 5.
     """
     z_loss = none_as_zero(z_loss)
-    if size_average is reduce is dtype is None and return_lse is False and z_loss == 0:
+    if size_average is reduce is dtype is None and return_lse is return_entropy is False and z_loss == 0:
         result = try_fast_cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing)
         if result is not None:
             return result
@@ -495,4 +535,7 @@ def cross_entropy(
     if dtype is not None:
         check_floating("cross_entropy: result", dtype)
     z_loss = check_float("z_loss", z_loss)
-    return cross_entropy_impl(input, target, weight, ignore_index, reduction, label_smoothing, return_lse, z_loss, dtype)
+    check_flag("return_entropy", return_entropy)
+    return cross_entropy_impl(
+        input, target, weight, ignore_index, reduction, label_smoothing, return_lse, z_loss, dtype, return_entropy
+    )

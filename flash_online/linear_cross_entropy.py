@@ -8,7 +8,8 @@ plain torch operations over our cross-entropy, and keep the logits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+import math
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict, overload
 
 import torch
 import torch.nn.functional as _torch
@@ -29,32 +30,41 @@ from ._autograd import (
 from ._canonicalize import autocasts, check_types
 from ._checks import (
     check_dtype,
-    check_flag,
+    check_flags,
     check_float,
     check_floating,
     check_index,
+    check_int,
     check_softcap,
     differ,
     is_empty,
     none_as_zero,
 )
-from ._linear_cross_entropy_ops import chunk_plan, common_dtype, with_z_gradient
+from ._linear_cross_entropy_ops import chunk_plan, common_dtype, log_probs_of, top_logits, with_z_gradient
 from ._ops import InvalidArgument, accumulator_of, below_autograd, is_known, ops
 from ._plain import is_compiling
-from .cross_entropy import check_cross_entropy, cross_entropy_rows, reduce_rows, reduction_enum
+from .cross_entropy import check_cross_entropy, cross_entropy_rows, entropy_unless_ignored, reduce_rows, reduction_enum
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 # Shapes below are as in the raw operators: input [N, H], linear_weight [C, P, H], linear_bias [C, P], target [N, P] or [N, C,
-# P], weight [C] in the accumulator's dtype. tensors = (input, linear_weight, linear_bias, target), and options = (ignore_index,
-# label_smoothing, dtype of the products, scale, softcap).
+# P], weight [C] in the accumulator's dtype, row_scale [N]. tensors = (input, linear_weight, linear_bias, target), constants =
+# (weight, row_scale), and options = (ignore_index, label_smoothing, dtype of the products, scale, softcap).
+
+
+class _Wanted(NamedTuple):
+    """What a call returns of each row in addition to loss, lse and row weight."""
+
+    argmax: bool = False
+    entropy: bool = False
+    top: int = 0  # of how many of the most likely classes the log-probabilities are wanted
 
 
 def _logits_in_chunks(
-    input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype, scale, softcap, argmax=False
-):
-    """(loss, lse, row_weight, argmax or None) in differentiable operations, for derivatives of any order and for torch.func."""
+    input, linear_weight, linear_bias, target, weight, row_scale, ignore_index, label_smoothing, dtype, scale, softcap, more
+):  # fmt: skip
+    """The results of the raw operator in differentiable operations, for derivatives of any order and for torch.func."""
     classes, positions, hidden = linear_weight.shape
     rows = input.shape[0]
     begins, step = [0], None  # a graph would unroll the loop, and so be specialised to one number of rows
@@ -70,14 +80,19 @@ def _logits_in_chunks(
         logits = _torch.linear(input[chunk].to(dtype), matrix, bias).unflatten(1, (classes, positions)).to(common)
         if scale != 1:
             logits = logits * scale
-        t, indices = target[chunk], [logits.detach().argmax(1)] if argmax else []
+        if row_scale is not None:
+            logits = logits * row_scale[chunk].to(common).view(-1, 1, 1)
+        t, indices = target[chunk], input.new_empty([0], dtype=torch.int64)
+        if more.argmax:
+            indices = logits.detach().argmax(1)
         if softcap:
             ignored = None if t.is_floating_point() else (t == ignore_index).unsqueeze(1)
             logits = _capped(logits.to(accumulator_of(common)), softcap, ignored)
         t = t.to(logits.dtype) if t.is_floating_point() else t
-        pieces.append((*cross_entropy_rows(logits, t, weight, ignore_index, label_smoothing), *indices))
-    results = pieces[0] if len(pieces) == 1 else tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
-    return results if argmax else (*results, None)
+        rows_here = cross_entropy_rows(logits, t, weight, ignore_index, label_smoothing, more.entropy)
+        top = top_logits(logits.detach(), more.top)
+        pieces.append((*rows_here, indices, *log_probs_of(top, rows_here[1].detach())))
+    return pieces[0] if len(pieces) == 1 else tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
 
 def _capped(logits: Tensor, softcap: float, ignored: Tensor | None) -> Tensor:
@@ -109,91 +124,102 @@ def _require_grad(tensors) -> list[bool]:
 
 
 class _RowLosses(Function):
-    """(loss, lse, row_weight, argmax), each [N, P]; the backward pass computes the logits again."""
+    """(loss, lse, row_weight, entropy, argmax, top_log_probs, top_classes), each [N, P], the last two [N, P, k]; the backward
+    pass computes the logits again."""
 
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, target, weight, options, wanted, argmax):
-        tensors = input, linear_weight, linear_bias, target, weight
-        ctx.save_for_backward(*tensors)
+    def forward(ctx, input, linear_weight, linear_bias, target, weight, row_scale, options, wanted, more):
+        tensors = input, linear_weight, linear_bias, target, weight, row_scale
+        rows = _call(ops.linear_cross_entropy_forward, *tensors, *options, *more)
+        ctx.save_for_backward(*tensors, rows[3] if more.entropy else None)
         ctx.options, ctx.wanted = options, wanted
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)  # lse has a gradient in few calls, and autograd's zeros would be no DTensors
-        return _call(ops.linear_cross_entropy_forward, *tensors, *options, argmax)
+        return rows
 
     @staticmethod
-    def backward(ctx, grad_loss, grad_lse, *_):
+    def backward(ctx, grad_loss, grad_lse, _, grad_entropy, *others):
+        *tensors, entropy = ctx.saved_tensors
+        if entropy is None:
+            grad_entropy = None
         if grad_loss is None:
-            if grad_lse is None:
-                return (None,) * 8
-            grad_loss = torch.zeros_like(grad_lse)
-        grads = _gradients(ctx.saved_tensors, ctx.options, ctx.wanted, grad_loss, grad_lse, None)
-        return *grads, None, None, None, None
+            given = grad_entropy if grad_lse is None else grad_lse
+            if given is None:
+                return (None,) * 9
+            grad_loss = torch.zeros_like(given)
+        grads = _gradients(tensors, ctx.options, ctx.wanted, grad_loss, grad_lse, None, grad_entropy, entropy)
+        return *grads, None, None, None, None, None
 
 
 class _ReducedLoss(Function):
-    """(the mean or sum, lse, argmax); the forward pass computes the gradients for an incoming gradient of 1."""
+    """_RowLosses' results with the mean or sum in the place of loss, and without row_weight; the forward pass computes the
+    gradients for an incoming gradient of 1."""
 
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, target, weight, options, wanted, argmax, reduction, z_loss):
-        tensors = input, linear_weight, linear_bias, target, weight
+    def forward(ctx, input, linear_weight, linear_bias, target, weight, row_scale, options, wanted, more, reduction, z_loss):
+        tensors = input, linear_weight, linear_bias, target, weight, row_scale
         grad_loss, lse_factor = _cotangents(1.0, linear_weight.shape[0], target, weight, options, reduction, z_loss)
-        loss, lse, row_weight, indices, *grads = _call(
-            ops.linear_cross_entropy_step, *tensors, *options, argmax, grad_loss, lse_factor, wanted
-        )
-        ctx.save_for_backward(*tensors, *(grad if w else None for grad, w in zip(grads, wanted, strict=True)))
+        found = _call(ops.linear_cross_entropy_step, *tensors, *options, grad_loss, lse_factor, wanted, *more)
+        (loss, lse, row_weight, entropy, *others), grads = found[:7], found[7:]
+        kept = (entropy if more.entropy else None, *(grad if w else None for grad, w in zip(grads, wanted, strict=True)))
+        ctx.save_for_backward(*tensors, *kept)
         ctx.options, ctx.wanted, ctx.reduction, ctx.z_loss = options, wanted, reduction, z_loss
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)  # so that grad_lse is None unless lse is differentiated
         classes, (ignore_index, *_) = linear_weight.shape[0], options
-        return reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction, z_loss), lse, indices
+        loss = reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction, z_loss)
+        return loss, lse, entropy, *others
 
     @staticmethod
-    def backward(ctx, grad, grad_lse, _):
+    def backward(ctx, grad, grad_lse, grad_entropy, *_):
         saved = ctx.saved_tensors  # read once, since under checkpointing a second read raises
-        tensors, unit_grads = saved[:5], saved[5:]  # unit_grads: for an incoming gradient of 1
+        tensors, entropy, unit_grads = saved[:6], saved[6], saved[7:]  # unit_grads: for an incoming gradient of 1
         classes = tensors[1].shape[0]
+        if entropy is None:
+            grad_entropy = None
         if torch.compiler.is_compiling():
             grads = tuple(None if g is None else _scaled(g, grad, False) for g in unit_grads)
-        elif grad_lse is not None or torch.is_grad_enabled():  # create_graph=True: the operator is differentiable
+        elif grad_lse is not None or grad_entropy is not None or torch.is_grad_enabled():  # with create_graph=True, too
             cotangents = _cotangents(
-                0.0 if grad is None else grad, classes, *tensors[3:], ctx.options, ctx.reduction, ctx.z_loss
+                0.0 if grad is None else grad, classes, *tensors[3:5], ctx.options, ctx.reduction, ctx.z_loss
             )
-            grads = _gradients(tensors, ctx.options, ctx.wanted, cotangents[0], grad_lse, cotangents[1])
+            of_rows = cotangents[0], grad_lse, cotangents[1], grad_entropy, entropy
+            grads = _gradients(tensors, ctx.options, ctx.wanted, *of_rows)
         elif grad is None:
             grads = (None,) * 4
         else:
             # No later call reads unit_grads, unless the graph is kept for another backward pass.
             in_place = not torch._C._autograd._get_current_graph_task_keep_graph() and not transforms_active()
             grads = tuple(None if g is None else _scaled(g, grad, in_place) for g in unit_grads)
-        return *grads, None, None, None, None, None, None
+        return *grads, None, None, None, None, None, None, None
 
 
-def _gradients(tensors, options, wanted, grad_loss, grad_lse, lse_factor):
-    found = ops.linear_cross_entropy_backward.default(*tensors, *options, grad_loss, grad_lse, lse_factor, wanted)
+def _gradients(tensors, options, wanted, grad_loss, grad_lse, lse_factor, grad_entropy=None, entropy=None):
+    of_entropy = () if grad_entropy is None else (grad_entropy, entropy)
+    cotangents = grad_loss, grad_lse, lse_factor, wanted, *of_entropy
+    found = ops.linear_cross_entropy_backward.default(*tensors, *options, *cotangents)
     return tuple(grad if w else None for grad, w in zip(found, wanted, strict=True))
 
 
 @composite(ops.linear_cross_entropy_forward)
-def _rows(
-    input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype, scale, softcap, argmax
-):  # fmt: skip
-    tensors = (input, linear_weight, linear_bias, target)
-    options = (ignore_index, label_smoothing, dtype, scale, softcap)
-    if eager_transforms_active() or is_differentiated(weight):
-        *rows, indices = _logits_in_chunks(*tensors, weight, *options, argmax)
-        return *rows, input.new_empty([0], dtype=torch.int64) if indices is None else indices
-    return _RowLosses.apply(*tensors, weight, options, _require_grad(tensors), argmax)
+def _rows(*arguments):
+    tensors, constants, options, more = arguments[:4], arguments[4:6], arguments[6:11], _Wanted(*arguments[11:])
+    if eager_transforms_active() or is_differentiated(constants[0]):
+        return _logits_in_chunks(*tensors, *constants, *options, more)
+    return _RowLosses.apply(*tensors, *constants, options, _require_grad(tensors), more)
 
 
 @composite(ops.linear_cross_entropy_backward)
 def _gradients_in_one_table(
-    input, linear_weight, linear_bias, target, weight, ignore_index, label_smoothing, dtype, scale, softcap, grad_loss,
-    grad_lse, lse_factor, wanted,
+    input, linear_weight, linear_bias, target, weight, row_scale, ignore_index, label_smoothing, dtype, scale, softcap,
+    grad_loss, grad_lse, lse_factor, wanted, grad_entropy=None, entropy=None,
 ):  # fmt: skip
     classes, positions, _ = linear_weight.shape
     common = common_dtype(dtype, target)
     x, matrix = input.to(dtype), linear_weight.flatten(0, 1).to(dtype)
     logits = _torch.linear(x, matrix, None if linear_bias is None else linear_bias.flatten().to(dtype))
+    if row_scale is not None:
+        scale = scale * row_scale.to(common).view(-1, 1, 1)
     scores = logits.unflatten(1, (classes, positions)).to(common) * scale
     ignored = None if target.is_floating_point() else target == ignore_index
     tanh = None
@@ -206,12 +232,16 @@ def _gradients_in_one_table(
         lse = ops.logsumexp_forward.default(scores, 1, accumulator_of(scores.dtype))
         grad_lse = with_z_gradient(grad_lse, lse_factor, lse)
     arguments = (target.to(scores.dtype) if ignored is None else target, weight, ignore_index, label_smoothing)
-    grad, grad_target = ops.cross_entropy_backward.default(grad_loss, grad_lse, scores, *arguments, wanted[3])
+    grad, grad_target = ops.cross_entropy_backward.default(
+        grad_loss, grad_lse, scores, *arguments, wanted[3], grad_entropy, entropy
+    )
     if tanh is not None:
         grad = grad * (1 - tanh * tanh)
     grad = (grad * scale).to(dtype).flatten(1)
     if ignored is not None:  # an ignored row may hold NaN
-        no_grad = ignored if grad_lse is None else ignored & (grad_lse == 0)
+        no_grad = ignored
+        for row_grad in (grad_lse, grad_entropy):
+            no_grad = no_grad if row_grad is None else no_grad & (row_grad == 0)
         x = x.masked_fill(no_grad.all(1, keepdim=True), 0)
     none = input.new_empty([0])
     return (
@@ -224,8 +254,8 @@ def _gradients_in_one_table(
 
 @composite(ops.linear_cross_entropy_step)
 def _step(*arguments):
-    *call, argmax, grad_loss, lse_factor, wanted = arguments
-    rows = ops.linear_cross_entropy_forward.default(*call, argmax)
+    call, (grad_loss, lse_factor, wanted, *more) = arguments[:11], arguments[11:]
+    rows = ops.linear_cross_entropy_forward.default(*call, *more)
     return *rows, *ops.linear_cross_entropy_backward.default(*call, grad_loss, None, lse_factor, wanted)
 
 
@@ -268,20 +298,20 @@ def _class_weights(weight: Tensor | None, dtype: torch.dtype, target: Tensor) ->
     return None if weight is None else weight.to(accumulator_of(common_dtype(dtype, target))).contiguous()
 
 
-def _row_losses(tensors, weight, options, argmax: bool):
-    """(loss, lse, row_weight, argmax), computed in the cheapest way with the derivatives that may be requested."""
+def _row_losses(tensors, weight, row_scale, options, more: _Wanted):
+    """The raw operator's results, computed in the cheapest way with the derivatives that may be requested."""
     leaves = tensors if weight is None else (*tensors, weight)
     if transforms_active() or (torch.is_grad_enabled() and weight is not None and weight.requires_grad):
-        return _logits_in_chunks(*tensors, weight, *options, argmax)
+        return _logits_in_chunks(*tensors, weight, row_scale, *options, more)
     (_, _, _, target), (_, _, dtype, *_) = tensors, options
     weight = _class_weights(weight, dtype, target)
     if torch.is_grad_enabled() and any(_require_grad(leaves)) and not dispatches():
-        return _RowLosses.apply(*tensors, weight, options, _require_grad(tensors), argmax)
-    return _call(ops.linear_cross_entropy_forward, *tensors, weight, *options, argmax)
+        return _RowLosses.apply(*tensors, weight, row_scale, options, _require_grad(tensors), more)
+    return _call(ops.linear_cross_entropy_forward, *tensors, weight, row_scale, *options, *more)
 
 
-def _computes_gradients_forward(tensors, weight, dtype, reduction: int, return_lse: bool) -> bool:
-    """Returns whether the forward pass computes the gradients."""
+def _computes_gradients_forward(tensors, weight, dtype, reduction: int, returns_rows: bool) -> bool:
+    """Returns whether the forward pass computes the gradients. `returns_rows`: whether the caller gets lse or entropy."""
     if not torch.is_grad_enabled() or not any(_require_grad(tensors)) or reduction == 0 or transforms_active():
         return False
     if weight is not None and weight.requires_grad:
@@ -291,13 +321,13 @@ def _computes_gradients_forward(tensors, weight, dtype, reduction: int, return_l
     # In float16 the gradients of a mean underflow unless the loss scale is a factor from the start, not one applied later.
     if dtype == torch.float16 or is_empty((tensors[0].shape[0], *tensors[1].shape[:2])):
         return False
-    # A compiled graph cannot tell whether lse is differentiated, and an exported one may never be differentiated at all. A
+    # A compiled graph cannot tell whether these are differentiated, and an exported one may never be differentiated at all. A
     # trace by torch.jit holds neither Functions nor lists of flags, and Dynamo's Functions have no vmap and no forward mode.
     if _policy.traced_by_jit() is not None:
         return False
     if not torch.compiler.is_compiling():
         return True
-    return not (return_lse or torch.compiler.is_exporting() or traces_transforms())
+    return not (returns_rows or torch.compiler.is_exporting() or traces_transforms())
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
@@ -353,22 +383,46 @@ def check_linear_cross_entropy(
     check_cross_entropy(logits, target, weight, -100 if ignore_index is None else ignore_index, label_smoothing)
 
 
-def check_logit_options(softcap, scale) -> tuple[float, float]:
-    """softcap and scale as floats. Raises InvalidArgument or TypeError for invalid ones."""
+class LogitOptions(TypedDict):
+    """Checked options of the logits, by their names in `linear_cross_entropy_impl`."""
+
+    softcap: float
+    scale: float
+    row_scale: Tensor | None
+    top_log_probs: int
+
+
+def check_logit_options(input: Tensor, softcap, scale, top_log_probs, classes: int | None) -> LogitOptions:
+    """Raises InvalidArgument or TypeError for invalid options. `classes` is None where their number is not known yet."""
     for name, number in (("softcap", softcap), ("scale", scale)):
         if isinstance(number, Tensor) and number.requires_grad:
             raise InvalidArgument(
                 f"{name}: expected a number without a gradient, got requires_grad=True; multiply input by a learned scale"
             )
+    row_scale = None
+    if isinstance(scale, Tensor) and scale.dim() > 0:
+        batch = input.shape[:-1]
+        fits = not differ(scale.shape, batch) or not differ(scale.shape, [math.prod(batch)])
+        if not fits or not scale.is_floating_point() or scale.device != input.device:
+            raise InvalidArgument(
+                f"scale: expected a number, or a floating {list(batch)} on {input.device}, one for each row of input, "
+                f"got {list(scale.shape)} {scale.dtype} on {scale.device}"
+            )
+        scale, row_scale = 1.0, scale
     softcap, scale = check_softcap(softcap), check_float("scale", scale)
     if not abs(scale) < float("inf"):
         raise InvalidArgument(f"scale: expected a finite number, got {scale}")
-    return softcap, scale
+    top = check_int("top_log_probs", top_log_probs)
+    if top < 0 or (classes is not None and is_known(top > classes)):
+        limit = "or more" if classes is None else f"to the number of classes, {classes}"
+        raise InvalidArgument(f"top_log_probs: expected 0 {limit}, got {top}")
+    return {"softcap": softcap, "scale": scale, "row_scale": row_scale, "top_log_probs": top}
 
 
 def linear_cross_entropy_impl(
     input, linear_weight, target, linear_bias, weight, reduction: int, ignore_index, label_smoothing, return_lse, z_loss, dtype,
-    softcap=0.0, scale=1.0, return_z_loss=False, return_argmax=False, shard=None,
+    softcap=0.0, scale=1.0, return_z_loss=False, return_argmax=False, return_entropy=False, row_scale=None, top_log_probs=0,
+    shard=None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """linear_cross_entropy with checked arguments that our kernels take; `reduction` is a reduction_enum. If linear_weight and
     linear_bias are a shard of the classes, `shard` has the total number of `classes` and computes the `row_losses` over
@@ -401,15 +455,18 @@ def linear_cross_entropy_impl(
         target = target.flatten(0, len(batch) - 1) if batch else target.reshape(1)
         target = target.flatten(1) if positions else target.unsqueeze(1)
 
+    if row_scale is not None:
+        row_scale = row_scale.detach().flatten().to(accumulator_of(products))
     tensors, options = (input, linear_weight, linear_bias, target), (ignore_index, label_smoothing, products, scale, softcap)
-    if shard is None and _computes_gradients_forward(tensors, weight, products, reduction, return_lse):
+    more = _Wanted(return_argmax, return_entropy, top_log_probs)
+    if shard is None and _computes_gradients_forward(tensors, weight, products, reduction, return_lse or return_entropy):
         weight = _class_weights(weight, products, target)
-        result, lse, argmax = _ReducedLoss.apply(
-            *tensors, weight, options, _require_grad(tensors), return_argmax, reduction, z_loss
+        result, lse, entropy, argmax, *top = _ReducedLoss.apply(
+            *tensors, weight, row_scale, options, _require_grad(tensors), more, reduction, z_loss
         )
     else:
         row_losses = _row_losses if shard is None else shard.row_losses
-        loss, lse, row_weight, argmax = row_losses(tensors, weight, options, return_argmax)
+        loss, lse, row_weight, entropy, argmax, *top = row_losses(tensors, weight, row_scale, options, more)
         result = reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction, z_loss)
     results = [result]
     if return_z_loss:  # the loss of rows with cross-entropy 0
@@ -419,9 +476,13 @@ def linear_cross_entropy_impl(
     if reduction == 0:
         results = [result.reshape([*batch, *positions]) for result in results]
     loss, *z_term = (result.to(dtype) for result in results)
-    more = [lse.reshape(rows)] if return_lse else []
-    more += [*z_term, argmax.reshape(rows)] if return_argmax else z_term
-    return (loss, *more) if more else loss
+    others = [lse.reshape(rows)] if return_lse else []
+    others += [*z_term, argmax.reshape(rows)] if return_argmax else z_term
+    if return_entropy:
+        others.append(entropy_unless_ignored(entropy, target, ignore_index).reshape(rows))
+    if top_log_probs:
+        others += [part.detach().reshape([*rows, top_log_probs]) for part in top]
+    return (loss, *others) if others else loss
 
 
 class _Keywords(TypedDict, total=False):
@@ -436,108 +497,99 @@ class _Keywords(TypedDict, total=False):
     z_loss: float
     dtype: torch.dtype | None
     softcap: float
-    scale: float
+    scale: float | Tensor
+
+
+_Yes: TypeAlias = Literal[True]
+_No: TypeAlias = Literal[False]
 
 
 @overload
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    return_lse: Literal[False] = ...,
-    return_z_loss: Literal[False] = ...,
-    return_argmax: Literal[False] = ...,
-    **options: Unpack[_Keywords],
-) -> Tensor: ...
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _No = ..., return_z_loss: _No = ...,
+    return_argmax: _No = ..., return_entropy: _No = ..., **options: Unpack[_Keywords],
+) -> Tensor: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    return_lse: Literal[True],
-    return_z_loss: Literal[False] = ...,
-    return_argmax: Literal[False] = ...,
-    **options: Unpack[_Keywords],
-) -> tuple[Tensor, Tensor]: ...
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _No = ..., return_z_loss: _No = ...,
+    return_argmax: _No = ..., return_entropy: _Yes, **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    return_lse: Literal[False] = ...,
-    return_z_loss: Literal[True],
-    return_argmax: Literal[False] = ...,
-    **options: Unpack[_Keywords],
-) -> tuple[Tensor, Tensor]: ...
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _No = ..., return_z_loss: _No = ...,
+    return_argmax: _Yes, return_entropy: _No = ..., **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    return_lse: Literal[False] = ...,
-    return_z_loss: Literal[False] = ...,
-    return_argmax: Literal[True],
-    **options: Unpack[_Keywords],
-) -> tuple[Tensor, Tensor]: ...
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _No = ..., return_z_loss: _Yes,
+    return_argmax: _No = ..., return_entropy: _No = ..., **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    return_lse: Literal[True],
-    return_z_loss: Literal[True],
-    return_argmax: Literal[False] = ...,
-    **options: Unpack[_Keywords],
-) -> tuple[Tensor, Tensor, Tensor]: ...
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _Yes, return_z_loss: _No = ...,
+    return_argmax: _No = ..., return_entropy: _No = ..., **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    return_lse: Literal[True],
-    return_z_loss: Literal[False] = ...,
-    return_argmax: Literal[True],
-    **options: Unpack[_Keywords],
-) -> tuple[Tensor, Tensor, Tensor]: ...
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _No = ..., return_z_loss: _No = ...,
+    return_argmax: _Yes, return_entropy: _Yes, **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    return_lse: Literal[False] = ...,
-    return_z_loss: Literal[True],
-    return_argmax: Literal[True],
-    **options: Unpack[_Keywords],
-) -> tuple[Tensor, Tensor, Tensor]: ...
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _No = ..., return_z_loss: _Yes,
+    return_argmax: _No = ..., return_entropy: _Yes, **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    return_lse: Literal[True],
-    return_z_loss: Literal[True],
-    return_argmax: Literal[True],
-    **options: Unpack[_Keywords],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _No = ..., return_z_loss: _Yes,
+    return_argmax: _Yes, return_entropy: _No = ..., **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    return_lse: bool = ...,
-    return_z_loss: bool = ...,
-    return_argmax: bool = ...,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _Yes, return_z_loss: _No = ...,
+    return_argmax: _No = ..., return_entropy: _Yes, **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _Yes, return_z_loss: _No = ...,
+    return_argmax: _Yes, return_entropy: _No = ..., **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _Yes, return_z_loss: _Yes,
+    return_argmax: _No = ..., return_entropy: _No = ..., **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _No = ..., return_z_loss: _Yes,
+    return_argmax: _Yes, return_entropy: _Yes, **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _Yes, return_z_loss: _No = ...,
+    return_argmax: _Yes, return_entropy: _Yes, **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _Yes, return_z_loss: _Yes,
+    return_argmax: _No = ..., return_entropy: _Yes, **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _Yes, return_z_loss: _Yes,
+    return_argmax: _Yes, return_entropy: _No = ..., **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: _Yes, return_z_loss: _Yes,
+    return_argmax: _Yes, return_entropy: _Yes, **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, return_lse: bool = ..., return_z_loss: bool = ...,
+    return_argmax: bool = ..., return_entropy: bool = ..., top_log_probs: int = ...,
     **options: Unpack[_Keywords],
-) -> Tensor | tuple[Tensor, ...]: ...
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -553,9 +605,11 @@ def linear_cross_entropy(
     z_loss: float | None = 0.0,
     dtype: torch.dtype | None = None,
     softcap: float | None = 0.0,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     return_z_loss: bool = False,
     return_argmax: bool = False,
+    return_entropy: bool = False,
+    top_log_probs: int = 0,
 ) -> Tensor | tuple[Tensor, ...]:
     """cross_entropy(linear(input, linear_weight, linear_bias), target), without the table of logits: one chunk of its rows
     exists at a time, 128 MiB on the CPU and 512 MiB on CUDA, also in the backward pass.
@@ -570,25 +624,29 @@ def linear_cross_entropy(
         ignore_index: -100 if None; an error with probabilities.
         options: accepted for compatibility with torch and not used.
         softcap: limits logits to (-softcap, softcap), as softcap * tanh(logits / softcap); 0 is none.
-        scale: multiplies the logits, bias included, before the softcap; a number.
+        scale: multiplies the logits, bias included, before the softcap; a number, or a floating tensor of one for each row of
+            input (1 / temperature), `[...]` or `[N]`, without a gradient.
         return_z_loss: also return the part of the loss that z_loss adds, of the loss's shape and dtype; no gradient flows
             through it.
         return_argmax: also return the class of the largest logit, int64, of the shape of class indices, for ignored rows too:
             `argmax == target` marks correct predictions. Ties give any of the classes.
+        return_entropy: also return each row's entropy, as in `cross_entropy`.
+        top_log_probs: k, to also return the log-probabilities of each row's k most likely classes, descending, in lse's dtype,
+            and these classes, int64; both of the shape of class indices and k; of ignored rows too; without a gradient.
 
     Returns:
-        The loss, a scalar, or with reduction="none" of the shape of class indices. With `return_lse`, `return_z_loss` or
-        `return_argmax` a tuple: the loss, then lse, z term and argmax as requested, in this order.
+        The loss, a scalar, or with reduction="none" of the shape of class indices. If more is requested a tuple: the loss, then
+        lse, z term, argmax, entropy, the k log-probabilities and their classes as requested, in this order.
 
     Products, losses and lse are summed in float32 (float64 for float64). The gradient of linear_weight is summed over chunks in
     its own dtype, but in float32 if a 16-bit one would be rounded for more than 8 chunks. An ignored row has gradient 0
     whatever its input holds. A mean or sum computes its gradients in the forward pass, so that `loss.backward()` takes three
-    matrix products in all; float16 and reduction="none" compute the logits again in the backward pass. Second derivatives,
-    forward mode and torch.func go through plain torch operations, in memory for all logits.
+    matrix products in all; float16, reduction="none" and a gradient of lse or entropy compute the logits again in the backward
+    pass. Second derivatives, forward mode and torch.func go through plain torch operations, in memory for all logits.
 
-    Loss, lse and argmax use the scaled and capped logits. A scale costs no extra time. A softcap and its derivative are
-    computed in float32 (float64 for float64), and take two more blocks of logits, of 16 MiB on the CPU, and on CUDA of 64 MiB
-    and at least 128 rows.
+    All results use the scaled and capped logits. A scale costs no extra time, a tensor of scales a pass over each chunk of
+    logits in either direction. A softcap and its derivative are computed in float32 (float64 for float64), and take two more
+    blocks of logits, of 16 MiB on the CPU, and on CUDA of 64 MiB and at least 128 rows.
 
     Raises:
         IndexError: a target is out of range (a device assert on CUDA).
@@ -609,12 +667,12 @@ def linear_cross_entropy(
     if dtype is not None:
         check_floating("linear_cross_entropy: result", dtype)
     z_loss = check_float("z_loss", none_as_zero(z_loss))
-    softcap, scale = check_logit_options(softcap, scale)
-    for name, flag in (("return_z_loss", return_z_loss), ("return_argmax", return_argmax)):
-        check_flag(name, flag)
+    logit_options = check_logit_options(input, softcap, scale, top_log_probs, linear_weight.shape[0])
+    flags = check_flags(return_z_loss=return_z_loss, return_argmax=return_argmax, return_entropy=return_entropy)
     if return_argmax and linear_weight.shape[0] == 0:
         raise InvalidArgument(f"return_argmax: expected at least one class, got linear_weight {list(linear_weight.shape)}")
     return linear_cross_entropy_impl(
         *(input, linear_weight, target, linear_bias, weight, number, ignore_index, label_smoothing, return_lse, z_loss, dtype),
-        *(softcap, scale, return_z_loss, return_argmax),
+        **logit_options,
+        **flags,
     )

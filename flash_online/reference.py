@@ -515,16 +515,17 @@ def topk_softmax(
 
 @overload
 def cross_entropy(
-    input: Tensor, target: Tensor, *arguments: Any, return_lse: Literal[False] = ..., **options: Any
+    input: Tensor,
+    target: Tensor,
+    *arguments: Any,
+    return_lse: Literal[False] = ...,
+    return_entropy: Literal[False] = ...,
+    **options: Any,
 ) -> Tensor: ...
 @overload
 def cross_entropy(
-    input: Tensor, target: Tensor, *arguments: Any, return_lse: Literal[True], **options: Any
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def cross_entropy(
-    input: Tensor, target: Tensor, *arguments: Any, return_lse: bool, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    input: Tensor, target: Tensor, *arguments: Any, return_lse: bool = ..., return_entropy: bool = ..., **options: Any
+) -> Any: ...
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -534,9 +535,10 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     *,
     return_lse: bool = False,
+    return_entropy: bool = False,
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Cross-entropy of logits [C], [N, C] or [N, C, ...] with class indices [], [N] or [N, ...], or with probabilities.
 
     With logp the log-softmax over classes, e the smoothing and w the class weights, a row's loss is
@@ -545,7 +547,8 @@ def cross_entropy(
         probabilities t:  -sum_c(w[c] * ((1 - e) * t[c] + e / C) * logp[c])
 
     and `mean` divides their sum by the sum of w[y] over the rows not ignored, or by the number of rows for probabilities.
-    `z_loss` adds z_loss * lse^2 for every row not ignored; `mean` divides that part by the number of such rows.
+    `z_loss` adds z_loss * lse^2 for every row not ignored; `mean` divides that part by the number of such rows. The entropy of
+    a row is -sum_c(exp(logp[c]) * logp[c]), 0 if the row is ignored.
     """
     if dtype is not None:
         input = input.to(dtype)
@@ -577,7 +580,13 @@ def cross_entropy(
             loss = (1 - label_smoothing) * loss + label_smoothing / classes * smooth
         divisor = row_weight.sum()
 
-    lse = logsumexp(logits.to(accumulator_dtype(input.dtype)), -1)
+    logits = logits.to(accumulator_dtype(input.dtype))
+    lse = logsumexp(logits, -1)
+    results = [lse] if return_lse else []
+    if return_entropy:
+        logp = log_softmax(torch.where(counted[..., None], logits, 0), -1)
+        terms = logp.exp() * logp.masked_fill(logp == -math.inf, 0)  # a class of probability 0 has the term 0
+        results.append(torch.where(counted, -terms.sum(-1), 0))
     penalty = z_loss * torch.where(counted, lse, 0).square().to(loss.dtype) if z_loss else None
     if reduction == "mean":
         loss = loss.sum() / divisor
@@ -586,7 +595,7 @@ def cross_entropy(
         loss = loss.sum() if penalty is None else loss.sum() + penalty.sum()
     elif penalty is not None:
         loss = loss + penalty
-    return (loss, lse) if return_lse else loss
+    return (loss, *results) if results else loss
 
 
 @overload
@@ -598,6 +607,7 @@ def linear_cross_entropy(
     return_lse: Literal[False] = ...,
     return_z_loss: Literal[False] = ...,
     return_argmax: Literal[False] = ...,
+    return_entropy: Literal[False] = ...,
     **options: Any,
 ) -> Tensor: ...
 @overload
@@ -609,6 +619,7 @@ def linear_cross_entropy(
     return_lse: bool = ...,
     return_z_loss: bool = ...,
     return_argmax: bool = ...,
+    return_entropy: bool = ...,
     **options: Any,
 ) -> Any: ...
 def linear_cross_entropy(
@@ -626,12 +637,16 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
     softcap: float = 0.0,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     return_z_loss: bool = False,
     return_argmax: bool = False,
+    return_entropy: bool = False,
+    top_log_probs: int = 0,
 ) -> Any:
     """cross_entropy of the logits scale * (input linear_weight^T + linear_bias), which are computed all at once and then capped
-    by `softcap * tanh(logits / softcap)`; the loss, or a tuple with lse, the part that z_loss adds and the logits' argmax.
+    by `softcap * tanh(logits / softcap)`; the loss, or a tuple with lse, the part that z_loss adds, the logits' argmax, the
+    entropy of their softmax, and the `top_log_probs` largest log-probabilities with their classes. `scale` is a number or a
+    tensor of one for each row.
 
     input [..., H], linear_weight [C, d_1, ..., d_K, H], linear_bias [C, d_1, ..., d_K] -> logits [..., C, d_1, ..., d_K];
     target [..., d_1, ..., d_K], or probabilities like the logits.
@@ -641,14 +656,20 @@ def linear_cross_entropy(
     logits = logits.reshape(math.prod(batch), classes, *positions)
     if linear_bias is not None:
         logits = logits + linear_bias
+    if isinstance(scale, Tensor):
+        scale = scale.to(logits.dtype).reshape(-1, 1, *([1] * len(positions)))
     logits = logits * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     probabilities = target.is_floating_point()
     target = target.reshape(logits.shape if probabilities else [logits.shape[0], *positions])
     ignore_index = -100 if ignore_index is None else ignore_index
-    loss, lse = cross_entropy(
-        *(logits, target, weight, ignore_index, reduction, label_smoothing), return_lse=True, z_loss=z_loss, dtype=dtype
+    loss, lse, entropy = cross_entropy(
+        *(logits, target, weight, ignore_index, reduction, label_smoothing),
+        return_lse=True,
+        return_entropy=True,
+        z_loss=z_loss,
+        dtype=dtype,
     )
     results = [loss, *([lse] if return_lse else [])]
     if return_z_loss:
@@ -658,7 +679,13 @@ def linear_cross_entropy(
         results.append(term.to(loss.dtype))
     if return_argmax:
         results.append(logits.argmax(1))
+    if return_entropy:
+        results.append(entropy)
     shaped = [result.reshape(batch + positions) if result.dim() > 0 else result for result in results]
+    if top_log_probs:
+        wide = logits.detach().to(accumulator_dtype(logits.dtype))
+        top, classes = log_softmax(wide, 1).topk(top_log_probs, 1)
+        shaped += [part.movedim(1, -1).reshape(batch + positions + [top_log_probs]) for part in (top, classes)]
     return tuple(shaped) if len(shaped) > 1 else shaped[0]
 
 

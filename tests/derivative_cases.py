@@ -255,7 +255,9 @@ CASES["topk_softmax"] = Case(
 # --- losses -----------------------------------------------------------------------------------------------------------------
 
 
-def plain_loss(x, target, weight=None, reduction="mean", label_smoothing=0.0, z_loss=0.0, return_lse=False):
+def plain_loss(
+    x, target, weight=None, reduction="mean", label_smoothing=0.0, z_loss=0.0, return_lse=False, return_entropy=False
+):
     """Cross-entropy in operations that every transform of torch takes; targets of -100 are ignored."""
     classes = x.shape[1]
     w = torch.ones(classes, dtype=x.dtype, device=x.device) if weight is None else weight.to(x.dtype)
@@ -275,7 +277,11 @@ def plain_loss(x, target, weight=None, reduction="mean", label_smoothing=0.0, z_
         loss = loss.sum() / row_weight.sum() + penalty.sum() / kept.sum()
     else:
         loss = loss + penalty if reduction == "none" else (loss + penalty).sum()
-    return (loss, lse) if return_lse else loss
+    results = [loss, *([lse] if return_lse else [])]
+    if return_entropy:
+        p = (x - lse[:, None]).exp()
+        results.append(torch.where(kept, lse - (p * x).sum(1), 0))
+    return tuple(results) if len(results) > 1 else loss
 
 
 def targets(n: int) -> list[Tensor]:
@@ -316,7 +322,11 @@ loss_case("cross_entropy smoothing", F, label_smoothing=0.2)
 loss_case("cross_entropy probabilities", F, soft=True)
 loss_case("cross_entropy weighted probabilities", flash_online, soft=True, weighted=True, label_smoothing=0.1, reduction="sum")
 loss_case("cross_entropy z_loss", flash_online, z_loss=0.1)
-loss_case("cross_entropy all", flash_online, weighted=True, z_loss=0.1, label_smoothing=0.1, return_lse=True, reduction="none")
+loss_case("cross_entropy entropy", flash_online, return_entropy=True)
+loss_case("cross_entropy probabilities entropy", flash_online, soft=True, return_entropy=True)
+loss_case("cross_entropy weighted entropy", flash_online, soft=True, weighted=True, return_entropy=True, reduction="sum")
+ALL = {"z_loss": 0.1, "label_smoothing": 0.1, "return_lse": True, "return_entropy": True, "reduction": "none"}
+loss_case("cross_entropy all", flash_online, weighted=True, **ALL)
 
 
 def linear_call(function, **options):
@@ -335,10 +345,16 @@ CASES["linear_cross_entropy"] = Case(
     linear_call(F.linear_cross_entropy, label_smoothing=0.1), linear_call(plain_linear, label_smoothing=0.1), linear, targets
 )
 CASES["linear_cross_entropy none"] = Case(
-    linear_call(flash_online.linear_cross_entropy, reduction="none", z_loss=0.1, return_lse=True),
-    linear_call(plain_linear, reduction="none", z_loss=0.1, return_lse=True),
+    linear_call(flash_online.linear_cross_entropy, reduction="none", z_loss=0.1, return_lse=True, return_entropy=True),
+    linear_call(plain_linear, reduction="none", z_loss=0.1, return_lse=True, return_entropy=True),
     linear,
     targets,
+)
+CASES["linear_cross_entropy scale per row"] = Case(
+    lambda x, w, b, t, s: flash_online.linear_cross_entropy(x, w, t, linear_bias=b, scale=s, softcap=2.0, reduction="sum"),
+    lambda x, w, b, t, s: plain_loss(2 * torch.tanh((x @ w.t() + b) * s.to(x.dtype)[:, None] / 2), t, reduction="sum"),
+    linear,
+    lambda n: [*targets(n), torch.linspace(0.5, 1.5, n)],
 )
 CASES["linear_cross_entropy probabilities"] = Case(
     lambda x, w, b, t: flash_online.linear_cross_entropy(x, w, t, linear_bias=b),
@@ -382,18 +398,31 @@ def plain_rows(x, target, weight):
     return plain_loss(x, target, weight, "none", 0.1, return_lse=True)
 
 
+def raw_entropy(x, target, weight):
+    loss, lse, _, entropy = RAW.cross_entropy_forward(x, target, weight, -100, 0.1, True)
+    return loss, lse, entropy.masked_fill(target == -100, 0)
+
+
+def plain_entropy(x, target, weight):
+    return plain_loss(x, target, weight, "none", 0.1, return_lse=True, return_entropy=True)
+
+
 def raw_linear(x, w, b, target):
     """The operator takes [N, H], [C, P, H], [C, P] and [N, P]."""
-    arguments = (x, w.unsqueeze(1), b.unsqueeze(1), target.unsqueeze(1), None, -100, 0.1, x.dtype, 1.0, 0.0)
-    loss, lse, *_ = RAW.linear_cross_entropy_forward(*arguments, False)
-    return loss.squeeze(1), lse.squeeze(1)
+    arguments = (x, w.unsqueeze(1), b.unsqueeze(1), target.unsqueeze(1), None, None, -100, 0.1, x.dtype, 1.0, 0.0)
+    loss, lse, _, entropy, *_ = RAW.linear_cross_entropy_forward(*arguments, False, True)
+    return loss.squeeze(1), lse.squeeze(1), entropy.squeeze(1).masked_fill(target == -100, 0)
+
+
+def plain_linear_rows(x, w, b, target, **options):
+    return plain_linear(x, w, target, linear_bias=b, reduction="none", label_smoothing=0.1, return_lse=True, **options)
 
 
 def raw_linear_step(x, w, b, target, grad_loss):
     """Its loss and lse; the gradients that it also returns are for the gradient grad_loss of the loss, and have none."""
-    arguments = (x, w.unsqueeze(1), b.unsqueeze(1), target.unsqueeze(1), None, -100, 0.1, x.dtype, 1.0, 0.0)
+    arguments = (x, w.unsqueeze(1), b.unsqueeze(1), target.unsqueeze(1), None, None, -100, 0.1, x.dtype, 1.0, 0.0)
     wanted = [True, True, True, False]
-    loss, lse, *_ = RAW.linear_cross_entropy_step(*arguments, False, grad_loss.unsqueeze(1), None, wanted)
+    loss, lse, *_ = RAW.linear_cross_entropy_step(*arguments, grad_loss.unsqueeze(1), None, wanted)
     return loss.squeeze(1), lse.squeeze(1)
 
 
@@ -432,6 +461,7 @@ CASES["raw logsumexp_forward"] = Case(
 CASES["raw topk_softmax_forward"] = Case(lambda x: RAW.topk_softmax_forward(x, 3, 1, False, x.dtype)[0], plain_topk, rows)
 CASES["raw cross_entropy_forward"] = Case(raw_loss, plain_rows, rows, lambda n: [*targets(n), WEIGHT])
 CASES["raw cross_entropy_forward probabilities"] = Case(raw_loss, plain_rows, lambda n: [(n, 6), (n, 6)], lambda n: [WEIGHT])
+CASES["raw cross_entropy_forward entropy"] = Case(raw_entropy, plain_entropy, rows, lambda n: [*targets(n), WEIGHT])
 CASES["raw cross_entropy_loss"] = Case(
     lambda x, t, w: RAW.cross_entropy_loss(x, t, w, -100, 0.1, True, x.dtype)[0],
     lambda x, t, w: plain_loss(x, t, w, "mean", 0.1),
@@ -440,13 +470,13 @@ CASES["raw cross_entropy_loss"] = Case(
 )
 CASES["raw linear_cross_entropy_forward"] = Case(
     raw_linear,
-    lambda x, w, b, t: plain_linear(x, w, t, linear_bias=b, reduction="none", label_smoothing=0.1, return_lse=True),
+    lambda x, w, b, t: plain_linear_rows(x, w, b, t, return_entropy=True),
     linear,
     targets,
 )
 CASES["raw linear_cross_entropy_step"] = Case(
     raw_linear_step,
-    lambda x, w, b, t, _: plain_linear(x, w, t, linear_bias=b, reduction="none", label_smoothing=0.1, return_lse=True),
+    lambda x, w, b, t, _: plain_linear_rows(x, w, b, t),
     linear,
     lambda n: [*targets(n), torch.full((n,), 0.5)],
 )
@@ -509,15 +539,23 @@ def raw_loss_backward(x, target, grad_loss, grad_lse, weight):
     return RAW.cross_entropy_backward(grad_loss, grad_lse, x, target, weight, -100, 0.1, True)
 
 
+def raw_entropy_backward(x, target, grad_loss, grad_lse, grad_entropy, weight):
+    *_, entropy = RAW.cross_entropy_forward(x, target, weight, -100, 0.1, True)
+    arguments = (grad_loss, grad_lse, x, target, weight, -100, 0.1, True, grad_entropy, entropy)
+    return RAW.cross_entropy_backward(*arguments)
+
+
 def raw_reduced_backward(x, grad, target, weight):
     loss, numbers = RAW.cross_entropy_loss(x, target, weight, -100, 0.1, True, x.dtype)
     return RAW.cross_entropy_loss_backward(grad, numbers, x, target, weight, -100, 0.1)
 
 
-def raw_linear_backward(x, w, b, grad_loss, grad_lse, target):
-    arguments = (x, w.unsqueeze(1), b.unsqueeze(1), target.unsqueeze(1), None, -100, 0.1, x.dtype, 1.0, 0.0)
+def raw_linear_backward(x, w, b, grad_loss, grad_lse, grad_entropy, target):
+    arguments = (x, w.unsqueeze(1), b.unsqueeze(1), target.unsqueeze(1), None, None, -100, 0.1, x.dtype, 1.0, 0.0)
     grads = grad_loss.unsqueeze(1), grad_lse.unsqueeze(1)
-    found = RAW.linear_cross_entropy_backward(*arguments, *grads, None, [True, True, True, False])
+    _, _, _, entropy, *_ = RAW.linear_cross_entropy_forward(*arguments, False, True)
+    of_entropy = grad_entropy.masked_fill(target == -100, 0).unsqueeze(1), entropy
+    found = RAW.linear_cross_entropy_backward(*arguments, *grads, None, [True, True, True, False], *of_entropy)
     return found[0], found[1].squeeze(1), found[2].squeeze(1)
 
 
@@ -592,6 +630,15 @@ backward_case(
     wide=(2, 3),
 )
 backward_case(
+    "raw cross_entropy_backward entropy",
+    raw_entropy_backward,
+    plain_entropy,
+    lambda n: [(n, 6), (n, 6)],
+    lambda n: [(n,), (n,), (n,)],
+    lambda n: [WEIGHT],
+    wide=(2, 3, 4),
+)
+backward_case(
     "raw cross_entropy_loss_backward",
     raw_reduced_backward,
     lambda x, t, w: plain_loss(x, t, w, "mean", 0.1),
@@ -602,9 +649,9 @@ backward_case(
 backward_case(
     "raw linear_cross_entropy_backward",
     raw_linear_backward,
-    lambda x, w, b, t: plain_linear(x, w, t, linear_bias=b, reduction="none", label_smoothing=0.1, return_lse=True),
+    lambda x, w, b, t: plain_linear_rows(x, w, b, t, return_entropy=True),
     linear,
-    lambda n: [(n,), (n,)],
+    lambda n: [(n,), (n,), (n,)],
     targets,
-    wide=(3, 4),
+    wide=(3, 4, 5),
 )

@@ -29,6 +29,7 @@ def _calls() -> dict[str, dict[str, torch.Tensor | list[torch.Tensor]]]:
     packed_results = {"out": rows.clone(), "lse": packed_lse, "lse_low": torch.zeros_like(packed_lse)}
     x, loss = torch.randn(6, 9), torch.randn(6)
     classes = {"target": torch.arange(6), "weight": torch.rand(9)}
+    loss_grads = {name: loss.clone() for name in ("grad_loss", "grad_lse", "grad_entropy", "entropy")}
     topk = {"grad": torch.randn(6, 3), "probabilities": torch.rand(6, 3), "indices": torch.zeros(6, 3, dtype=torch.int64)}
     decode = {"query": query, "key_cache": key, "value_cache": value, "lengths": torch.tensor([20, 7], dtype=torch.int32)}
     parts = {"outs": [torch.randn(6, 8) for _ in range(3)], "lses": [torch.randn(6) for _ in range(3)]}
@@ -52,8 +53,8 @@ def _calls() -> dict[str, dict[str, torch.Tensor | list[torch.Tensor]]]:
         "softmax_backward": {"grad": x.clone(), "output": x},
         "logsumexp_backward": {"grad": loss.clone(), "input": x},
         "cross_entropy_forward": {"input": x, **classes},
-        "cross_entropy_backward": {"grad_loss": loss, "grad_lse": loss.clone(), "input": x, **classes},
-        "cross_entropy_backward_": {"grad_loss": loss, "grad_lse": loss.clone(), "input": x, **classes},
+        "cross_entropy_backward": {**loss_grads, "input": x, **classes},
+        "cross_entropy_backward_": {**loss_grads, "input": x, **classes},
         "cross_entropy_loss": {"input": x, **classes},
         "cross_entropy_loss_backward": {"grad": torch.tensor(1.0), "numbers": torch.tensor([6.0]), "input": x, **classes},
         "topk_softmax_backward": {**topk, "input": x},

@@ -149,6 +149,7 @@ def compare_topk(x, k, dim=-1, **options):
 OPERATORS = {
     "logsumexp": lambda x, t: [flash_online.logsumexp(x, 1)],
     "cross_entropy": lambda x, t: list(flash_online.cross_entropy(x, t, reduction="none", return_lse=True)),
+    "entropy": lambda x, t: list(flash_online.cross_entropy(x, t, reduction="none", return_entropy=True)),
     "softmax": lambda x, t: [flash_online.softmax(x, 1)],
 }
 

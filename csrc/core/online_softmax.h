@@ -6,8 +6,12 @@
 // 1805.02867, sections 3 and 3.1. Attention accumulates its output row along with the sum, as in FlashAttention (arXiv
 // 2205.14135).
 //
+// The entropy of a softmax takes a third number (OnlineEntropy): the sum of exp(score - max) (score - max), which moves to a
+// new maximum together with the sum.
+//
 // Conventions, kept by every kernel:
-//  * The empty row has max -inf and sum 0. Its lse is -inf. As a row of attention its result is 0; as a softmax it is NaN.
+//  * The empty row has max -inf and sum 0. Its lse is -inf. As a row of attention its result is 0; as a softmax, and as an
+//    entropy, it is NaN.
 //  * NaN is never a maximum; it reaches the result through the sum. +inf may be a maximum; it makes the sum NaN.
 #pragma once
 
@@ -159,6 +163,52 @@ struct OnlineSoftmax {
     const T low = static_cast<T>((total - Max(static_cast<T>(total))) + error);
     return low - low == T(0) ? low : T(0);
   }
+};
+
+// The distance of a score below the maximum, as a factor of its weight. It is cut off where weights are 0 in every type, so
+// that a score of -inf has the product 0 and not 0 * inf.
+template <class T>
+FLASH_ONLINE_HD T distance_below(T distance) {
+  return maximum(T{} - 10000, distance);
+}
+
+// The partial result of a row whose entropy is wanted: with d = `sum` and w = `products`, the sum of weight(score) * (score -
+// max), the entropy of the softmax is log d - w / d. T is the type of both sums.
+template <class T, class Base = Natural, class Max = T>
+struct OnlineEntropy : OnlineSoftmax<T, Base, Max> {
+  using State = OnlineSoftmax<T, Base, Max>;
+  T products = T{};
+
+  // score - max, as a factor of weight(score).
+  template <class Score>
+  FLASH_ONLINE_HD T distance(Score score) const {
+    return distance_below(static_cast<T>(score - pivot(this->max)));
+  }
+
+  // As OnlineSoftmax's: every distance grows by that of the maximum, in the sum of products by as much per weight.
+  FLASH_ONLINE_HD T raise_max(Max block_max) {
+    const Max old = this->max;
+    const T old_sum = this->sum, factor = State::raise_max(block_max);
+    products = (products + old_sum * distance(old)) * factor;
+    return factor;
+  }
+  FLASH_ONLINE_HD void add(T block_sum, T block_products) {
+    State::add(block_sum);
+    products += block_products;
+  }
+  FLASH_ONLINE_HD T absorb(Max score) {
+    const T factor = raise_max(score), weight = State::weight(score);
+    add(weight, weight * distance(score));
+    return factor;
+  }
+  FLASH_ONLINE_HD void merge(const OnlineEntropy& other) {
+    raise_max(other.max);
+    const T factor = State::rescale(other.max, this->max);
+    add(other.sum * factor, (other.products + other.sum * distance(other.max)) * factor);
+  }
+
+  // In units of the base.
+  FLASH_ONLINE_HD T entropy() const { return Base::log(this->sum) - products / this->sum; }
 };
 
 }  // namespace flash_online

@@ -34,11 +34,14 @@ struct RowProblem {
   MutableView3 grad_input;               // [outer, classes, inner], also of logsumexp and cross-entropy
 
   // logsumexp and cross-entropy
-  void* lse = nullptr;                   // a row scalar, as the next four arrays
+  void* lse = nullptr;                   // a row scalar, as the next arrays
   void* loss = nullptr;
   void* row_weight = nullptr;
+  void* entropy = nullptr;  // of each row's softmax; null: not wanted
   const void* grad_loss = nullptr;
   const void* grad_lse = nullptr;        // null: zero
+  const void* grad_entropy = nullptr;  // null: zero; else row_entropy is what the forward pass returned
+  const void* row_entropy = nullptr;
   // CUDA only. If not null, grad_loss is a single scalar of result_dtype, and the gradient of each row's loss is that scalar
   // divided by *divisor, a float.
   const void* divisor = nullptr;

@@ -122,6 +122,43 @@ void bind_state(py::module_& m, const char* name) {
       .def_static("online_softmax", softmax(online_softmax<T, Base>), py::arg("scores"), py::arg("out"));
 }
 
+template <class T, class Base>
+void bind_entropy(py::module_& m, const char* name) {
+  using State = OnlineEntropy<T, Base>;
+  py::class_<State>(m, name,
+                    "A partial result of online softmax with the sum of exp(score - max) * (score - max), which gives the "
+                    "entropy of the softmax.")
+      .def(py::init<>(), "The empty set: max -inf, sums 0.")
+      .def(py::init([](const py::object& scores) {
+             State state;
+             const Row<T> row(scores, "scores", false);
+             for (int64_t i = 0; i < row.size(); ++i) state.absorb(row.data()[i]);
+             return state;
+           }),
+           py::arg("scores"), "Absorbs the scores one by one.")
+      .def_property_readonly("max", [](const State& state) { return state.max; })
+      .def_property_readonly("sum", [](const State& state) { return state.sum; })
+      .def_property_readonly("products", [](const State& state) { return state.products; })
+      .def(
+          "absorb_block",
+          [](State& state, const py::object& scores) {
+            const Row<T> row(scores, "scores", false);
+            T max = -std::numeric_limits<T>::infinity(), sum = 0, products = 0;
+            for (int64_t i = 0; i < row.size(); ++i) max = maximum(max, row.data()[i]);
+            const T factor = state.raise_max(max);
+            for (int64_t i = 0; i < row.size(); ++i) {
+              const T score = row.data()[i], weight = state.weight(score);
+              sum += weight;
+              products += weight * state.distance(score);
+            }
+            state.add(sum, products);
+            return factor;
+          },
+          py::arg("scores"), "Adds a block of scores in the kernels' two steps; returns the factor.")
+      .def("merge", &State::merge, py::arg("other"), "Adds the partial result of a disjoint set.")
+      .def("entropy", &State::entropy, "In nats, or in bits if weights are powers of 2.");
+}
+
 // A tensor [batch, heads, rows, head_dim] without its elements: sizes, strides, and the offset in bytes of its first element
 // from an aligned address.
 using TensorShape = std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t>;
@@ -235,6 +272,10 @@ PYBIND11_MODULE(_introspect, m) {
   bind_state<double, Natural>(m, "Float64");
   bind_state<float, Binary>(m, "Float32Binary");
   bind_state<double, Binary>(m, "Float64Binary");
+  bind_entropy<float, Natural>(m, "Float32Entropy");
+  bind_entropy<double, Natural>(m, "Float64Entropy");
+  bind_entropy<float, Binary>(m, "Float32BinaryEntropy");
+  bind_entropy<double, Binary>(m, "Float64BinaryEntropy");
   m.def(
       "build_info",
       [](const std::string& library) { return py::module_::import("json").attr("loads")(api_of(library).build_info()); },

@@ -60,36 +60,41 @@ void run_checked(const typename Device::Kernel& kernel, RowProblem& problem, con
 
 // ---- One loss per row ------------------------------------------------------------------------------------------------------
 
-// The forward pass's results, each with one element per row in the accumulator type.
+// The forward pass's results, each with one element per row in the accumulator type; entropy without elements unless wanted.
 struct RowLosses {
-  Tensor loss, lse, row_weight;
+  Tensor loss, lse, row_weight, entropy;
 };
 
-RowLosses empty_losses(const std::vector<int64_t>& sizes, const Tensor& input) {
+RowLosses empty_losses(const std::vector<int64_t>& sizes, const Tensor& input, bool entropy) {
   const ScalarType type = accumulator_of(input.scalar_type());
-  return {empty(sizes, type, input), empty(sizes, type, input), empty(sizes, type, input)};
+  const auto row_scalars = [&](bool wanted) { return empty(wanted ? sizes : std::vector<int64_t>{0}, type, input); };
+  return {row_scalars(true), row_scalars(true), row_scalars(true), row_scalars(entropy)};
 }
+// The results without elements.
+RowLosses no_losses(const Tensor& input) { return empty_losses({0}, input, true); }
 
-void set_losses(RowProblem& problem, const RowLosses& losses) {
+void set_losses(RowProblem& problem, const RowLosses& losses, bool entropy) {
   problem.loss = losses.loss.data_ptr();
   problem.lse = losses.lse.data_ptr();
   problem.row_weight = losses.row_weight.data_ptr();
+  if (entropy) problem.entropy = losses.entropy.data_ptr();
 }
 
 template <class Device>
-RowLosses forward(Arguments arguments) {
+RowLosses forward(Arguments arguments, bool entropy) {
   RowProblem problem = prepare<Device>(arguments);
   const Tensor& input = arguments.input;
-  const RowLosses losses = empty_losses(without_dim(sizes_of(input), 1), input);
-  set_losses(problem, losses);
+  const RowLosses losses = empty_losses(without_dim(sizes_of(input), 1), input, entropy);
+  set_losses(problem, losses, entropy);
   run_checked<Device>(Device::kernels().cross_entropy, problem, input);
   return losses;
 }
 
-// The gradients of each row's loss and, if there is one, of its lse.
+// The gradients of each row's loss and, if there is one, of its lse and of its entropy; with the latter, what the forward pass
+// returned as entropy.
 struct RowGrads {
   Tensor loss;
-  std::optional<Tensor> lse;
+  std::optional<Tensor> lse, entropy, entropy_value;
 };
 
 struct BackwardCall {
@@ -106,13 +111,17 @@ BackwardCall prepare_backward(Arguments& arguments, RowGrads& grads, bool target
   const std::vector<int64_t> rows = without_dim(sizes_of(input), 1);
   check(!target_grad || arguments.target.scalar_type() == type,
         "target_grad: expected False for a target of classes, got True");
-  check_like(grads.loss, "grad_loss", rows, accumulator_of(type), input);
-  grads.loss = as_contiguous(grads.loss);
-  call.problem.grad_loss = grads.loss.data_ptr();
-  if (grads.lse) {
-    check_like(*grads.lse, "grad_lse", rows, accumulator_of(type), input);
-    grads.lse = as_contiguous(*grads.lse);
-    call.problem.grad_lse = grads.lse->data_ptr();
+  const auto row_scalar = [&](Tensor& tensor, const char* name) -> const void* {
+    check_like(tensor, name, rows, accumulator_of(type), input);
+    tensor = as_contiguous(tensor);
+    return tensor.data_ptr();
+  };
+  call.problem.grad_loss = row_scalar(grads.loss, "grad_loss");
+  if (grads.lse) call.problem.grad_lse = row_scalar(*grads.lse, "grad_lse");
+  if (grads.entropy) {
+    check(grads.entropy_value.has_value(), "entropy: expected the forward's with grad_entropy, got None");
+    call.problem.grad_entropy = row_scalar(*grads.entropy, "grad_entropy");
+    call.problem.row_entropy = row_scalar(*grads.entropy_value, "entropy");
   }
   if (target_grad) {
     call.grad_target = Device::empty_rows(sizes_of(input), type, input);
@@ -138,22 +147,30 @@ std::tuple<Tensor, Tensor> backward(Arguments arguments, RowGrads grads, bool ta
 }
 
 template <class Device>
-std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward(Tensor input, Tensor target, std::optional<Tensor> weight,
-                                                         int64_t ignore_index, double label_smoothing) {
-  const RowLosses losses = forward<Device>({input, target, weight, ignore_index, label_smoothing});
-  return {losses.loss, losses.lse, losses.row_weight};
+std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(Tensor input, Tensor target, std::optional<Tensor> weight,
+                                                                 int64_t ignore_index, double label_smoothing,
+                                                                 bool return_entropy) {
+  const RowLosses losses = forward<Device>({input, target, weight, ignore_index, label_smoothing}, return_entropy);
+  return {losses.loss, losses.lse, losses.row_weight, losses.entropy};
 }
 
 template <class Device>
 std::tuple<Tensor, Tensor> cross_entropy_backward(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor input, Tensor target,
                                                   std::optional<Tensor> weight, int64_t ignore_index, double label_smoothing,
-                                                  bool target_grad) {
-  return backward<Device>({input, target, weight, ignore_index, label_smoothing}, {grad_loss, grad_lse}, target_grad);
+                                                  bool target_grad, std::optional<Tensor> grad_entropy,
+                                                  std::optional<Tensor> entropy) {
+  return backward<Device>({input, target, weight, ignore_index, label_smoothing}, {grad_loss, grad_lse, grad_entropy, entropy},
+                          target_grad);
 }
 
 // ---- The backward pass that overwrites its input ---------------------------------------------------------------------------
 
-using InPlaceResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // loss, lse, row_weight, grad_target
+// loss, lse, row_weight, entropy, grad_target
+using InPlaceResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+// What a call wants in addition to the gradient of the input.
+struct Wanted {
+  bool target_grad, forward, entropy;  // entropy: with `forward`
+};
 
 // tensor[begin : begin + count], a view. torch::stable::narrow is no alternative: its symbol is not one of the shims with a
 // stable ABI.
@@ -274,13 +291,13 @@ struct LossOnCpu : RowsOnCpu {
 
   // The CPU kernels may read a row again while they write its gradient, so gradients are made in a buffer, some rows at a time,
   // and then copied over the rows.
-  static InPlaceResults backward_in_place(const Arguments& arguments, const RowGrads& grads, bool target_grad,
-                                          bool want_forward) {
+  static InPlaceResults backward_in_place(const Arguments& arguments, const RowGrads& grads, const Wanted& wanted) {
     const auto& [input, target, weight, ignore_index, label_smoothing] = arguments;
     const int64_t rows = input.size(0);
     const ScalarType type = input.scalar_type();
-    const RowLosses losses = empty_losses(want_forward ? without_dim(sizes_of(input), 1) : std::vector<int64_t>{0}, input);
-    const Tensor grad_target = empty(target_grad ? sizes_of(input) : std::vector<int64_t>{0}, type, input);
+    const RowLosses losses =
+        wanted.forward ? empty_losses(without_dim(sizes_of(input), 1), input, wanted.entropy) : no_losses(input);
+    const Tensor grad_target = empty(wanted.target_grad ? sizes_of(input) : std::vector<int64_t>{0}, type, input);
 
     constexpr int64_t kBufferBytes = int64_t{16} << 20;  // small enough to stay in the cache and to be recycled by malloc
     const int64_t row_bytes = std::max<int64_t>(input.numel() / std::max<int64_t>(rows, 1) * size_of(dtype_of(type)), 1);
@@ -288,19 +305,24 @@ struct LossOnCpu : RowsOnCpu {
     for (int64_t begin = 0; begin < rows; begin += buffer_rows) {
       const int64_t count = std::min(buffer_rows, rows - begin);
       const auto rows_here = [&](const Tensor& tensor) { return rows_of(tensor, begin, count); };
+      const auto rows_if = [&](const std::optional<Tensor>& tensor) {
+        return tensor ? std::optional(rows_here(*tensor)) : std::nullopt;
+      };
       const Arguments arguments_here{rows_here(input), rows_here(target), weight, ignore_index, label_smoothing};
-      if (want_forward) {
-        const auto [loss, lse, row_weight] = forward<RowsOnCpu>(arguments_here);
+      if (wanted.forward) {
+        const auto [loss, lse, row_weight, entropy] = forward<RowsOnCpu>(arguments_here, wanted.entropy);
         copy_to(rows_here(losses.loss), loss);
         copy_to(rows_here(losses.lse), lse);
         copy_to(rows_here(losses.row_weight), row_weight);
+        if (wanted.entropy) copy_to(rows_here(losses.entropy), entropy);
       }
-      const RowGrads grads_here{rows_here(grads.loss), grads.lse ? std::optional(rows_here(*grads.lse)) : std::nullopt};
-      const auto [grad_input_here, grad_target_here] = backward<RowsOnCpu>(arguments_here, grads_here, target_grad);
+      const RowGrads grads_here{rows_here(grads.loss), rows_if(grads.lse), rows_if(grads.entropy),
+                                rows_if(grads.entropy_value)};
+      const auto [grad_input_here, grad_target_here] = backward<RowsOnCpu>(arguments_here, grads_here, wanted.target_grad);
       copy_to(arguments_here.input, grad_input_here);
-      if (target_grad) copy_to(rows_here(grad_target), grad_target_here);
+      if (wanted.target_grad) copy_to(rows_here(grad_target), grad_target_here);
     }
-    return {losses.loss, losses.lse, losses.row_weight, grad_target};
+    return {losses.loss, losses.lse, losses.row_weight, losses.entropy, grad_target};
   }
 };
 
@@ -339,20 +361,20 @@ struct LossOnCuda : RowsOnCuda {
 
   // The CUDA kernels read an element for the last time just before they write its gradient, by the same thread, so that they
   // can write in place. For classes without smoothing the backward kernel makes the losses as well.
-  static InPlaceResults backward_in_place(Arguments arguments, RowGrads grads, bool target_grad, bool want_forward) {
+  static InPlaceResults backward_in_place(Arguments arguments, RowGrads grads, const Wanted& wanted) {
     const Tensor input = arguments.input;  // prepare may replace arguments.input by a copy
-    const bool one_kernel = want_forward && arguments.target.scalar_type() == ScalarType::Long &&
-                            arguments.label_smoothing == 0 && input.numel() > 0;
-    RowLosses losses = want_forward && !one_kernel ? forward<RowsOnCuda>(arguments) : empty_losses({0}, input);
-    auto [problem, grad_target] = prepare_backward<RowsOnCuda>(arguments, grads, target_grad);
+    const bool one_kernel = wanted.forward && !wanted.entropy && !grads.entropy && input.numel() > 0 &&
+                            arguments.target.scalar_type() == ScalarType::Long && arguments.label_smoothing == 0;
+    RowLosses losses = wanted.forward && !one_kernel ? forward<RowsOnCuda>(arguments, wanted.entropy) : no_losses(input);
+    auto [problem, grad_target] = prepare_backward<RowsOnCuda>(arguments, grads, wanted.target_grad);
     if (one_kernel) {
-      losses = empty_losses(without_dim(sizes_of(input), 1), input);
-      set_losses(problem, losses);
+      losses = empty_losses(without_dim(sizes_of(input), 1), input, false);
+      set_losses(problem, losses, false);
     }
     problem.grad_input = view_of<MutableView3>(arguments.input, 1);
     run_backward<RowsOnCuda>(problem, input);
     if (arguments.input.data_ptr() != input.data_ptr()) copy_to(input, arguments.input);  // prepare had to copy
-    return {losses.loss, losses.lse, losses.row_weight, grad_target};
+    return {losses.loss, losses.lse, losses.row_weight, losses.entropy, grad_target};
   }
 };
 
@@ -388,18 +410,24 @@ Tensor cross_entropy_loss_backward(Tensor grad, Tensor numbers, Tensor input, Te
 template <class Device>
 InPlaceResults cross_entropy_backward_in_place(Tensor grad_loss, std::optional<Tensor> grad_lse, Tensor input, Tensor target,
                                                std::optional<Tensor> weight, int64_t ignore_index, double label_smoothing,
-                                               bool target_grad, bool want_forward) {
+                                               bool target_grad, bool want_forward, bool return_entropy,
+                                               std::optional<Tensor> grad_entropy, std::optional<Tensor> entropy) {
   check_floating(input, "input");
   check(input.dim() >= 2, "input: expected shape [N, C, ...], got ", shape_of(input));
   const int64_t rows = input.size(0);
   check(target.dim() >= 1 && target.size(0) == rows, "target: expected ", rows, " rows, got shape ", shape_of(target));
-  check(grad_loss.dim() >= 1 && grad_loss.size(0) == rows, "grad_loss: expected ", rows, " rows, got shape ",
-        shape_of(grad_loss));
-  if (grad_lse)
-    check(grad_lse->dim() >= 1 && grad_lse->size(0) == rows, "grad_lse: expected ", rows, " rows, got shape ",
-          shape_of(*grad_lse));
+  const auto check_rows = [&](const std::optional<Tensor>& tensor, const char* name) {
+    if (tensor)
+      check(tensor->dim() >= 1 && tensor->size(0) == rows, name, ": expected ", rows, " rows, got shape ", shape_of(*tensor));
+  };
+  check_rows(grad_loss, "grad_loss");
+  check_rows(grad_lse, "grad_lse");
+  check_rows(grad_entropy, "grad_entropy");
+  check_rows(entropy, "entropy");
+  check(want_forward || !return_entropy, "return_entropy: expected False without forward, got True");
   const Arguments arguments{input, target, weight, ignore_index, label_smoothing};
-  return Device::backward_in_place(arguments, {grad_loss, grad_lse}, target_grad, want_forward);
+  return Device::backward_in_place(arguments, {grad_loss, grad_lse, grad_entropy, entropy},
+                                   {target_grad, want_forward, return_entropy});
 }
 
 // ---- For linear_cross_entropy ----------------------------------------------------------------------------------------------

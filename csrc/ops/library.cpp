@@ -143,13 +143,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
   define(m, "logsumexp_backward(Tensor grad, Tensor input, int dim) -> Tensor");
   // One loss per row, unreduced: input [N, C, ...]; target int64 [N, ...], or probabilities like the input; weight [C] of the
   // accumulator type. -> loss, lse and the row's weight (weight[target]; 0 for an ignored row, 1 for probabilities), each
-  // [N, ...] in the accumulator type. A target out of range is an error that says "out of bounds".
+  // [N, ...] in the accumulator type; and the entropy of the row's softmax, of ignored rows too, without elements unless it is
+  // wanted. A target out of range is an error that says "out of bounds". The backward pass takes the forward's entropy where
+  // grad_entropy is given.
   define(m,
-         "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing) -> "
-         "(Tensor loss, Tensor lse, Tensor row_weight)");
+         "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, "
+         "bool return_entropy=False) -> (Tensor loss, Tensor lse, Tensor row_weight, Tensor entropy)");
   define(m,
          "cross_entropy_backward(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor target, Tensor? weight, "
-         "int ignore_index, float label_smoothing, bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
+         "int ignore_index, float label_smoothing, bool target_grad, Tensor? grad_entropy=None, Tensor? entropy=None) -> "
+         "(Tensor grad_input, Tensor grad_target)");
   // The losses of all rows reduced to one element of dtype (the input's, or float32 for a 16-bit one): their sum, divided by
   // the sum of the rows' weights if `mean`. numbers, in the accumulator type: the row scalars, if they are kept (on
   // CUDA, only of few rows), and last the divisor of the sum (1 without `mean`), the only one that the backward pass reads.
@@ -160,11 +163,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
          "cross_entropy_loss_backward(Tensor grad, Tensor numbers, Tensor input, Tensor target, Tensor? weight, "
          "int ignore_index, float label_smoothing) -> Tensor grad_input");
   // cross_entropy_backward that overwrites input with grad_input, so that one tensor of logits is in memory instead of two.
-  // With `forward` it also returns cross_entropy_forward's three results, which otherwise have no elements.
+  // With `forward` it also returns cross_entropy_forward's results, which otherwise have no elements.
   define(m,
          "cross_entropy_backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) input, Tensor target, Tensor? weight, "
-         "int ignore_index, float label_smoothing, bool target_grad, bool forward) -> (Tensor loss, Tensor lse, "
-         "Tensor row_weight, Tensor grad_target)");
+         "int ignore_index, float label_smoothing, bool target_grad, bool forward, bool return_entropy=False, "
+         "Tensor? grad_entropy=None, Tensor? entropy=None) -> "
+         "(Tensor loss, Tensor lse, Tensor row_weight, Tensor entropy, Tensor grad_target)");
   // The k largest probabilities along dim, descending, and their indices (int64); k <= input.size(dim).
   define(m,
          "topk_softmax_forward(Tensor input, int k, int dim, bool renormalize, ScalarType dtype) -> "

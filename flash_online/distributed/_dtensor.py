@@ -192,17 +192,22 @@ def _cross_entropy(backward: bool):
     from torch.distributed.tensor import Replicate, Shard
 
     def rules(*arguments):
-        grads = arguments[:2] if backward else ()
-        input, target, weight, *options = arguments[len(grads) :]
-        found = [([Replicate()] * (2 if backward else 3), _placements(arguments, Replicate()))]
+        grads, entropy = (
+            (arguments[:2], arguments[8:]) if backward else ((), ())
+        )  # entropy: its gradient and the entropy itself
+        input, target, weight, *options = arguments[len(grads) : len(arguments) - len(entropy)]
+        found = [([Replicate()] * (2 if backward else 4), _placements(arguments, Replicate()))]
         for dim in range(len(input.shape)):
             if dim == 1:
                 continue
             row = Shard(max(dim - 1, 0))
             targets = Shard(dim) if len(target.shape) == len(input.shape) else row
-            results = [Shard(dim), targets if options[2] else Replicate()] if backward else [row] * 3
+            if backward:
+                results = [Shard(dim), targets if options[2] else Replicate()]
+            else:
+                results = [*[row] * 3, row if options[2:] == [True] else Replicate()]
             inputs = [*_placements(grads, row), Shard(dim), targets, *_placements([weight], Replicate())]
-            found.append((results, [*inputs, *(None for _ in options)]))
+            found.append((results, [*inputs, *(None for _ in options), *_placements(entropy, row)]))
         return found
 
     return rules
@@ -213,16 +218,19 @@ def _linear_cross_entropy(backward: bool):
     sums."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    def rules(input, linear_weight, linear_bias, target, weight, *others):
+    def rules(input, linear_weight, linear_bias, target, weight, row_scale, *others):
         whole, cut = Replicate(), Shard(0)
-        tensors = (input, linear_weight, linear_bias, target, weight)
-        found = [([whole] * 4, [*_placements(tensors, whole), *_placements(others, whole)])]
+        tensors = (input, linear_weight, linear_bias, target, weight, row_scale)
+        found = [([whole] * (4 if backward else 7), [*_placements(tensors, whole), *_placements(others, whole)])]
         inputs = [cut, whole, *_placements([linear_bias], whole), cut, *_placements([weight], whole)]
+        inputs += _placements([row_scale], cut)
+        given = others[5:]  # after the options that all operators have
         if backward:
-            each = zip((cut, Partial(), Partial(), cut), others[-1], strict=True)
+            each = zip((cut, Partial(), Partial(), cut), given[3], strict=True)
             results = [placement if wanted else whole for placement, wanted in each]
         else:
-            results = [cut, cut, cut, cut if others[-1] else whole]
+            argmax, entropy, top = (*given, *(False, False, 0)[len(given) :])
+            results = [cut, cut, cut, *(cut if wanted else whole for wanted in (entropy, argmax, top, top))]
         found.append((results, [*inputs, *_placements(others, cut)]))
         return found
 

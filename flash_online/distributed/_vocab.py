@@ -1,8 +1,9 @@
 """vocab_parallel_linear_cross_entropy: the loss of an output layer with its classes sharded over ranks.
 
-Each rank computes two numbers per row over its own classes, lse and the target's logit, in chunks of logits (_vocab_rows.py).
-They are gathered once, and every rank computes the same loss from all of them. In the backward pass each rank recomputes the
-logits of its classes; the gradients of weight and bias stay local, the gradient of the input is summed over the ranks.
+Each rank computes two numbers per row over its own classes, lse and the target's logit (and a third where the entropy is
+wanted), in chunks of logits (_vocab_rows.py). They are gathered once, and every rank computes the same loss from all of them.
+In the backward pass each rank recomputes the logits of its classes; the gradients of weight and bias stay local, the gradient
+of the input is summed over the ranks.
 
 The collectives are pairs of autograd Functions, each the other's derivative, so that derivatives of any order are exact. A
 value is either whole (the same on every rank, like its gradient) or local to a rank.
@@ -23,7 +24,7 @@ from torch.autograd import Function
 
 from .. import _policy
 from .._autograd import transforms_active
-from .._checks import check_dtype, check_flag, check_float, check_floating, check_index, check_int, check_tensor, none_as_zero
+from .._checks import check_dtype, check_flags, check_float, check_floating, check_index, check_int, check_tensor, none_as_zero
 from .._ops import InvalidArgument, accumulator_of
 from ..cross_entropy import reduction_enum
 from ..linear_cross_entropy import (
@@ -112,39 +113,55 @@ class _ShardRows(Function):
     dtype and rounded once."""
 
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, target, smooth, options, argmax, group):
-        ctx.save_for_backward(input, linear_weight, linear_bias, target, smooth)
-        ctx.options, ctx.group = options, group
-        return shard_rows((input, linear_weight, linear_bias), target, smooth, options, argmax)
+    def forward(ctx, input, linear_weight, linear_bias, target, row_scale, smooth, options, more, group):
+        rows = shard_rows((input, linear_weight, linear_bias), target, row_scale, smooth, options, *more)
+        differentiable = rows[: len(rows) - 2 * (more.top + more.argmax)]
+        entropy = differentiable[-1] if more.entropy else None
+        ctx.save_for_backward(input, linear_weight, linear_bias, target, row_scale, smooth, entropy)
+        ctx.options, ctx.group, ctx.differentiable = options, group, len(differentiable)
+        return rows
 
     @staticmethod
     def backward(ctx, grad):
-        *tensors, target, smooth = ctx.saved_tensors
+        *tensors, target, row_scale, smooth, entropy = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
-        grad = grad[: 2 + (smooth is not None)]  # argmax and its logit have no gradient
+        grad = grad[: ctx.differentiable]  # argmax, the most likely classes and their logits have no gradient
         if torch.is_grad_enabled():
             with torch.enable_grad():
                 leaves = [t for t, w in zip(tensors, wanted, strict=True) if w]
                 input = tensors[0].to(accumulator_of(ctx.options[0]))
-                rows = differentiable_rows((_Copy.apply(input, ctx.group), *tensors[1:]), target, smooth, ctx.options)
+                tensors = _Copy.apply(input, ctx.group), *tensors[1:]
+                rows = differentiable_rows(tensors, target, row_scale, smooth, ctx.options, entropy is not None)
                 found = iter(torch.autograd.grad(rows, leaves, grad, create_graph=True))
             grads = [next(found) if w else None for w in wanted]
         else:
-            grads = shard_gradients(tensors, target, smooth, ctx.options, grad, wanted)
+            grads = shard_gradients(tensors, target, row_scale, smooth, ctx.options, grad, wanted, entropy)
             if wanted[0]:
                 grads[0] = all_reduce_(grads[0], ctx.group).to(tensors[0].dtype)
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
+
+
+def _merged_entropy(entropies: Tensor, lse: Tensor, ignored: Tensor) -> Tensor:
+    """The entropy over all shards, from theirs and their lse, [W, N, P] each: with q the share of a shard, the sum of q
+    (entropy - log q), in float64, since terms cancel in its gradient. Ignored rows are left out, as their gradient would be
+    0 * NaN."""
+    log_q = torch.log_softmax(lse.masked_fill(ignored, 0).double(), 0)
+    empty = log_q == float("-inf")
+    terms = entropies.masked_fill(empty | ignored, 0) - log_q.masked_fill(empty, 0)
+    return (log_q.exp() * terms).sum(0).to(lse.dtype)
 
 
 class _Shard:
-    """The classes [first, first + count) of `classes` on this rank; firsts[rank] is the first class of each rank."""
+    """A rank's part of `classes` classes: `shards` has the first class and the number of classes of each rank."""
 
-    def __init__(self, group: Group, firsts: list[int], count: int, classes: int):
-        self.group, self.firsts, self.count, self.classes = group, firsts, count, classes
-        self.first = firsts[group.rank]
+    def __init__(self, group: Group, shards: list[list[int]], classes: int):
+        self.group, self.shards, self.classes = group, shards, classes
+        self.firsts = [first for first, _ in shards]
+        self.first, self.count = shards[group.rank]
 
-    def row_losses(self, tensors, weight, options, argmax: bool):
-        """(loss, lse, row_weight, argmax) of the whole vocabulary, as in linear_cross_entropy."""
+    def row_losses(self, tensors, weight, row_scale, options, more):
+        """(loss, lse, row_weight, entropy, argmax, top_log_probs, top_classes) of the whole vocabulary, as in
+        linear_cross_entropy."""
         *tensors, target = tensors
         ignore_index, label_smoothing, *options = options
         accumulator, ignored = accumulator_of(options[0]), target == ignore_index
@@ -157,7 +174,7 @@ class _Shard:
             smooth = target.new_ones([self.count], dtype=accumulator)
             if weight is not None:
                 smooth, total = weight[self.first : self.first + self.count].contiguous(), weight.sum()
-        rows = _ShardRows.apply(*tensors, local, smooth, tuple(options), argmax, self.group)
+        rows = _ShardRows.apply(*tensors, local, row_scale, smooth, tuple(options), more, self.group)
         rows = _Gather.apply(rows, self.group)
         lse = _Merge.apply(rows[:, 0])
         loss = (lse - rows[:, 1].sum(0)).masked_fill(ignored, 0)
@@ -172,7 +189,25 @@ class _Shard:
         if smooth is not None:
             uniform = (total * lse - rows[:, 2].sum(0)).masked_fill(ignored, 0)
             loss = (1 - label_smoothing) * loss + label_smoothing / max(self.classes, 1) * uniform
-        return loss, lse, row_weight, self._argmax(rows.detach()) if argmax else None
+        entropy, argmax, found, first = None, None, rows.detach(), 2 + (smooth is not None)
+        if more.entropy:
+            entropy = _merged_entropy(rows[:, first], rows[:, 0], ignored)
+        if more.argmax:
+            argmax = self._argmax(found)
+        first += more.entropy
+        top = self._top(found[:, first : first + 2 * more.top], lse.detach(), more.top) if more.top else ()
+        return loss, lse, row_weight, entropy, argmax, *top
+
+    def _top(self, rows: Tensor, lse: Tensor, top: int) -> tuple[Tensor, Tensor]:
+        """The log-probabilities of the most likely classes of all shards, and these classes, [N, P, top] each."""
+        logits, classes = rows[:, :top], as_index(rows[:, top:])
+        classes = classes + torch.tensor(self.firsts, device=rows.device).view(-1, 1, 1, 1)
+        # By class, without what a rank of fewer classes than `top` lacks.
+        ranks = sorted(range(len(self.shards)), key=self.firsts.__getitem__)
+        found = [rank * top + i for rank in ranks for i in range(min(top, self.shards[rank][1]))]
+        logits, order = logits.flatten(0, 1)[found].sort(dim=0, descending=True, stable=True)
+        classes = classes.flatten(0, 1)[found].gather(0, order)
+        return (logits[:top] - lse).movedim(0, -1), classes[:top].movedim(0, -1)
 
     def _argmax(self, rows: Tensor) -> Tensor:
         largest, index = rows[:, -2], as_index(rows[:, -1])
@@ -218,7 +253,7 @@ def _check_arguments(input, weight_shard, target, first_class, linear_bias, weig
             raise InvalidArgument("weight: expected requires_grad=False with class indices, got True; detach it")
 
 
-def _check_cover(shards: list[list[int]], weight: Tensor | None, return_argmax: bool) -> int:
+def _check_cover(shards: list[list[int]], weight: Tensor | None, return_argmax: bool, top_log_probs: int) -> int:
     """The number of all classes. `shards` has the first class and the number of classes of each rank. Raises InvalidArgument
     unless the shards are disjoint and cover all classes; empty shards are allowed. The input is the same on every rank."""
     classes = 0
@@ -232,13 +267,15 @@ def _check_cover(shards: list[list[int]], weight: Tensor | None, return_argmax: 
         raise InvalidArgument(f"weight: expected [{classes}], the classes of all ranks, got {list(weight.shape)}")
     if return_argmax and classes == 0:
         raise InvalidArgument("return_argmax: expected at least one class over all ranks, got none")
+    if top_log_probs > classes:
+        raise InvalidArgument(f"top_log_probs: expected 0 to the classes of all ranks, {classes}, got {top_log_probs}")
     return classes
 
 
 def _described(arguments: dict, options: dict) -> dict:
     """The values that all ranks must agree on."""
     input, weight_shard, target = (arguments[name] for name in ("input", "weight_shard", "target"))
-    linear_bias, weight = arguments["linear_bias"], arguments["weight"]
+    linear_bias, weight, row_scale = arguments["linear_bias"], arguments["weight"], arguments["row_scale"]
     # The gradients that are needed decide which collectives the backward pass has.
     grads = torch.is_grad_enabled(), input.requires_grad, weight_shard.requires_grad
     values = ""
@@ -252,6 +289,7 @@ def _described(arguments: dict, options: dict) -> dict:
         "target": f"{list(target.shape)} {target.dtype}{values}",
         "linear_bias": "none" if linear_bias is None else f"{linear_bias.dtype}, requires_grad {linear_bias.requires_grad}",
         "weight": "none" if weight is None else f"{list(weight.shape)} {weight.dtype}",
+        "scale per row": "none" if row_scale is None else f"{list(row_scale.shape)} {row_scale.dtype}",
         "dtype of the products": str(product_dtype(input)),
         "grad mode, requires_grad of input and of weight_shard": str(grads),
         **{name: repr(value) for name, value in options.items()},
@@ -259,8 +297,9 @@ def _described(arguments: dict, options: dict) -> dict:
 
 
 @torch.compiler.disable  # the host reads the classes of each rank
-def _agreed_shard(group: Group, check: Callable[[], tuple[dict, dict]]) -> tuple[dict, _Shard]:
-    """(options, this rank's shard), after the ranks agreed. `check` returns (arguments, options) of this rank, or raises."""
+def _agreed_shard(group: Group, check: Callable[[], tuple[dict, dict]]) -> tuple[dict, Tensor | None, _Shard]:
+    """(options, scales of rows, this rank's shard), after the ranks agreed. `check` returns (arguments, options) of this rank,
+    or raises."""
 
     def call():
         arguments, options = check()
@@ -268,8 +307,8 @@ def _agreed_shard(group: Group, check: Callable[[], tuple[dict, dict]]) -> tuple
         return _described(arguments, options), own, (arguments, options)
 
     (arguments, options), shards = checked_with_numbers(group, call)
-    classes = _check_cover(shards, arguments["weight"], options["return_argmax"])
-    return options, _Shard(group, [first for first, _ in shards], arguments["weight_shard"].shape[0], classes)
+    classes = _check_cover(shards, arguments["weight"], options["return_argmax"], options["top_log_probs"])
+    return options, arguments["row_scale"], _Shard(group, shards, classes)
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -289,9 +328,11 @@ def vocab_parallel_linear_cross_entropy(
     z_loss: float | None = 0.0,
     dtype: torch.dtype | None = None,
     softcap: float | None = 0.0,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     return_z_loss: bool = False,
     return_argmax: bool = False,
+    return_entropy: bool = False,
+    top_log_probs: int = 0,
 ) -> Tensor | tuple[Tensor, ...]:
     """`linear_cross_entropy` of an output layer with its classes sharded over the ranks of a group: each rank holds some rows
     of the weight. The loss covers the whole vocabulary and is the same on every rank; no rank stores more than a chunk of the
@@ -315,23 +356,25 @@ def vocab_parallel_linear_cross_entropy(
         z_loss: adds z_loss * lse^2 for each row that is not ignored.
         dtype: the dtype of the loss.
         softcap: of the logits; 0 is none.
-        scale: of the logits, before the softcap.
+        scale: of the logits, before the softcap; a tensor of one per row is the same on every rank.
         return_z_loss: also return the z_loss part of the loss.
         return_argmax: also return the class of the largest logit; ties go to the lowest class that the ranks found.
+        return_entropy: also return the entropy of each row's softmax over the whole vocabulary, in nats.
+        top_log_probs: k, to also return the k largest log-probabilities of each row, and their classes.
 
     Returns:
         As `linear_cross_entropy`, equal on every rank.
 
-    A call exchanges a message of 1 KiB per rank between the hosts, then in one all-gather two numbers per row, in
-    float32 (float64 for float64): lse over the shard and the target's logit; three with label smoothing, and two more with
-    `return_argmax`. The backward pass has one all-reduce, of the gradient of `input`, in float32 (float64); each rank's part of
-    it is a matrix product, unrounded on CUDA and rounded to the product dtype on the CPU. The backward pass recomputes the
-    logits: four matrix products in all.
+    A call exchanges a message of 1 KiB per rank between the hosts, then in one all-gather two numbers per row, in float32
+    (float64 for float64): lse over the shard and the target's logit; one more with label smoothing, one with `return_entropy`,
+    two with `return_argmax`, 2 k with `top_log_probs`. The backward pass recomputes the logits (four matrix products in all),
+    and has one all-reduce, of the gradient of `input` in float32 (float64), unrounded on CUDA and rounded to the product dtype
+    on the CPU.
 
     Operations on the loss must be the same on every rank: each rank takes the gradient of one loss, not of a sum over ranks.
-    The gradient of `input` is whole on every rank; the gradients of `weight_shard` and `linear_bias` are local. Second
-    derivatives store all logits of the shard; torch.func and forward mode are refused. Under torch.compile the ranks' agreement
-    is a graph break.
+    The gradient of `input` is whole on every rank, those of `weight_shard` and `linear_bias` are local. Second derivatives
+    store all logits of the shard; torch.func and forward mode are refused. Under torch.compile the ranks' agreement is a graph
+    break.
 
     Raises:
         InvalidArgument: on every rank, if shapes, dtypes, options or targets differ between ranks, classes overlap or are
@@ -360,15 +403,11 @@ def vocab_parallel_linear_cross_entropy(
         options = {"reduction": number, "label_smoothing": float(label_smoothing)}
         options["z_loss"] = check_float("z_loss", none_as_zero(z_loss))
         options["ignore_index"] = -100 if ignore_index is None else check_index("ignore_index", ignore_index, any_rank=True)
-        options |= zip(("softcap", "scale"), check_logit_options(softcap, scale), strict=True)
-        for name, flag in (("return_z_loss", return_z_loss), ("return_argmax", return_argmax)):
-            check_flag(name, flag)
-        options |= {"return_lse": bool(return_lse), "return_z_loss": return_z_loss, "return_argmax": return_argmax}
-        return arguments, options | {"dtype": result}
+        options |= check_logit_options(input, softcap, scale, top_log_probs, None)
+        arguments["row_scale"] = options.pop("row_scale")
+        flags = check_flags(return_z_loss=return_z_loss, return_argmax=return_argmax, return_entropy=return_entropy)
+        return arguments, options | {"return_lse": bool(return_lse), "dtype": result} | flags
 
-    agreed, shard = _agreed_shard(found, check)
-    names = ("reduction", "ignore_index", "label_smoothing", "return_lse", "z_loss", "dtype")
-    names += ("softcap", "scale", "return_z_loss", "return_argmax")
-    return linear_cross_entropy_impl(
-        input, weight_shard, target, linear_bias, weight, *(agreed[name] for name in names), shard=shard
-    )
+    agreed, row_scale, shard = _agreed_shard(found, check)
+    tensors = input, weight_shard, target, linear_bias, weight
+    return linear_cross_entropy_impl(*tensors, row_scale=row_scale, shard=shard, **agreed)

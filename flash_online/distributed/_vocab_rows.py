@@ -1,12 +1,13 @@
 """A rank's computation for a vocabulary sharded over ranks: per-row numbers over its own classes and their gradients, in chunks
 of logits and without communication.
 
-The numbers are linear in what the ranks exchange: lse over the shard's classes, the target's logit if the shard has the target,
-and with label smoothing the sum of the logits times the class weights. Their gradient with respect to a row's logits x is
+The numbers are what the ranks exchange: lse over the shard's classes, the target's logit if the shard has the target, with
+label smoothing the sum of the logits times the class weights, and where it is wanted the entropy of the softmax. Their gradient
+with respect to a row's logits x is
 
-    grad_lse softmax(x) + grad_logit onehot(target) + grad_sum weights,
+    grad_lse p + grad_logit onehot(target) + grad_sum weights - grad_entropy p (log p + entropy),
 
-where softmax(x) is over the shard alone. Chunks, scale and softcap are as in _linear_cross_entropy_ops.py.
+where p, softmax(x), is over the shard alone. Chunks, scale and softcap are as in _linear_cross_entropy_ops.py.
 
 Names: N rows, H elements per row, C classes of the shard, P positions. input [N, H], linear_weight [C, P, H], linear_bias
 [C, P]; target int64 [N, P], counted from the shard's first class, ELSEWHERE if another rank has the class or the row is
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as _torch
 from torch import Tensor
 
-from .._linear_cross_entropy_ops import _add_product, _Cap, _cap_rows, _pitch, _product, chunk_plan
+from .._linear_cross_entropy_ops import _add_product, _Cap, _cap_rows, _pitch, _product, chunk_plan, top_logits
 from .._ops import accumulator_of, ops
 from ..cross_entropy import cross_entropy_rows
 from ..linear_cross_entropy import _capped
@@ -44,7 +45,7 @@ class _Logits:
     """The logits of a shard, a chunk of rows at a time. With softcap or label smoothing a chunk is read in blocks in the
     accumulator's dtype."""
 
-    def __init__(self, tensors, smooth, dtype, scale, softcap, step):
+    def __init__(self, tensors, row_scale, smooth, dtype, scale, softcap, step):
         input, linear_weight, linear_bias = tensors
         (self.rows, _), (self.classes, self.positions, _), device = input.shape, linear_weight.shape, input.device.type
         columns, accumulator = self.classes * self.positions, accumulator_of(dtype)
@@ -52,6 +53,7 @@ class _Logits:
         self.matrix = linear_weight.flatten(0, 1).to(dtype)
         self.bias = None if linear_bias is None else linear_bias.flatten().to(dtype)
         self.factor = scale / softcap if softcap else scale
+        self.row_scale = None if row_scale is None else row_scale.to(dtype).unsqueeze(1)
         self.buffer = input.new_empty([min(step, self.rows), _pitch(columns, dtype, device)], dtype=dtype)[:, :columns]
         self.wide = smooth is not None and dtype != accumulator
         self.block = min(_cap_rows(columns, accumulator, device), step) if softcap or self.wide else step
@@ -66,6 +68,8 @@ class _Logits:
             x = self.input[chunk].to(self.dtype)
             logits = self.buffer[: x.shape[0]]
             _product(logits, x, self.matrix.t(), self.factor, self.bias)
+            if self.row_scale is not None:
+                logits.mul_(self.row_scale[chunk])
             yield chunk, x, logits
 
     def blocks(self, chunk: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -88,27 +92,37 @@ class _Logits:
             plain.copy_(grad.flatten(1))
 
 
-def shard_rows(tensors, target, smooth, options, argmax: bool) -> Tensor:
+def shard_rows(tensors, target, row_scale, smooth, options, argmax: bool, entropy: bool, top: int) -> Tensor:
     """[K, N, P] in the accumulator's dtype: lse; the target's logit, or 0; with `smooth` the weighted sum of the logits; with
-    `argmax` the largest logit before the softcap and its class in the shard (`as_number`). `options`: (dtype, scale,
-    softcap)."""
+    `entropy` the softmax's, NaN where all logits are -inf; the `top` largest logits, -inf where the shard has fewer classes,
+    and their classes in the shard (`as_number`); with `argmax` the largest logit before the softcap and its class in the shard.
+    `options`: (dtype, scale, softcap)."""
     input, linear_weight, _ = tensors
     (rows, hidden), (classes, positions, _), dtype = input.shape, linear_weight.shape, options[0]
-    numbers = input.new_zeros([2 + (smooth is not None) + 2 * argmax, rows, positions], dtype=accumulator_of(dtype))
-    numbers[0] = float("-inf")
+    differentiable = 2 + (smooth is not None) + entropy
+    numbers = input.new_zeros([differentiable + 2 * (top + argmax), rows, positions], dtype=accumulator_of(dtype))
+    numbers[0] = numbers[differentiable : differentiable + top] = float("-inf")
     if argmax:
         numbers[-2] = float("-inf")
     if rows == 0 or classes * positions == 0:
         return numbers
     step, _ = chunk_plan(rows, classes * positions, hidden, dtype, input.device.type, False)
-    logits = _Logits(tensors, smooth, *options, step)
+    logits, top_here = _Logits(tensors, row_scale, smooth, *options, step), min(top, classes)
     for chunk, _, chunk_logits in logits.chunks():
         if argmax:  # before the softcap, which may create ties and overwrites the logits
             largest, index = chunk_logits.unflatten(1, (classes, positions)).max(1)
             numbers[-2, chunk], numbers[-1, chunk] = largest, as_number(index, numbers.dtype)
         for part, _, scores in logits.blocks(chunk, chunk_logits):
             t = target[part].unsqueeze(1)
-            numbers[0, part] = ops.logsumexp_forward.default(scores, 1)
+            if top_here:
+                values, indices = (found.movedim(-1, 0) for found in top_logits(scores, top_here))
+                numbers[differentiable : differentiable + top_here, part] = values
+                numbers[differentiable + top : differentiable + top + top_here, part] = as_number(indices, numbers.dtype)
+            if entropy:
+                _, lse, _, of_rows = ops.cross_entropy_forward.default(scores, target[part], None, ELSEWHERE, 0.0, True)
+                numbers[0, part], numbers[differentiable - 1, part] = lse, of_rows
+            else:
+                numbers[0, part] = ops.logsumexp_forward.default(scores, 1)
             numbers[1, part] = scores.gather(1, t.clamp(min=0)).to(numbers.dtype).masked_fill(t == ELSEWHERE, 0).squeeze(1)
             if smooth is not None:
                 numbers[2, part] = torch.tensordot(scores, smooth, dims=([1], [0]))
@@ -129,9 +143,11 @@ def _partial_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
         out.mul_(scale)
 
 
-def shard_gradients(tensors, target, smooth, options, grad: Tensor, wanted) -> list[Tensor | None]:
+def shard_gradients(
+    tensors, target, row_scale, smooth, options, grad: Tensor, wanted, entropy: Tensor | None
+) -> list[Tensor | None]:
     """The gradients of input (in the accumulator's dtype, this shard's classes only), linear_weight and linear_bias, each where
-    `wanted`; `grad` [K, N, P] is the gradient of `shard_rows`."""
+    `wanted`; `grad` [K, N, P] is the gradient of the numbers of `shard_rows` that have one. `entropy` is `shard_rows`'."""
     input, linear_weight, linear_bias = tensors
     (rows, hidden), (classes, positions, _), (dtype, scale, _) = input.shape, linear_weight.shape, options
     columns, accumulator = classes * positions, accumulator_of(dtype)
@@ -151,15 +167,20 @@ def shard_gradients(tensors, target, smooth, options, grad: Tensor, wanted) -> l
     no_grad = (grad_loss == 0) & (grad_lse == 0)
     if smooth is not None:
         no_grad &= grad[2] == 0
-    logits = _Logits(tensors, smooth, *options, step)
+    if entropy is not None:
+        no_grad &= grad[-1] == 0
+    logits = _Logits(tensors, row_scale, smooth, *options, step)
     for chunk, x, chunk_logits in logits.chunks():
         for part, plain, scores in logits.blocks(chunk, chunk_logits):
+            of_entropy = () if entropy is None else (False, grad[-1, part], entropy[part])
             ops.cross_entropy_backward_.default(
-                grad_loss[part], grad_lse[part], scores, target[part], None, ELSEWHERE, 0.0, False, False
+                *(grad_loss[part], grad_lse[part], scores, target[part], None, ELSEWHERE, 0.0, False, False), *of_entropy
             )
             if smooth is not None:
                 scores.addcmul_(grad[2, part].unsqueeze(1), smooth.view(1, -1, 1))
             logits.put_gradient(scores, no_grad[part], plain)
+        if logits.row_scale is not None:
+            chunk_logits.mul_(logits.row_scale[chunk])
         if wanted[0]:
             _partial_product(grad_input[chunk], chunk_logits, logits.matrix, scale)
         if wanted[1]:
@@ -173,8 +194,8 @@ def shard_gradients(tensors, target, smooth, options, grad: Tensor, wanted) -> l
     return [grad_input, grad_weight, grad_bias]
 
 
-def differentiable_rows(tensors, target, smooth, options) -> Tensor:
-    """`shard_rows` without argmax in differentiable operations, for derivatives of any order; stores the logits."""
+def differentiable_rows(tensors, target, row_scale, smooth, options, entropy: bool) -> Tensor:
+    """`shard_rows` without top and argmax, in differentiable operations, for derivatives of any order; stores the logits."""
     input, linear_weight, linear_bias = tensors
     (classes, positions, hidden), rows, (dtype, scale, softcap) = linear_weight.shape, input.shape[0], options
     accumulator = accumulator_of(dtype)
@@ -187,6 +208,8 @@ def differentiable_rows(tensors, target, smooth, options) -> Tensor:
         logits = _torch.linear(input[begin : begin + step].to(dtype), matrix, bias).unflatten(1, (classes, positions))
         if scale != 1:
             logits = logits * scale
+        if row_scale is not None:
+            logits = logits * row_scale[begin : begin + step].to(dtype).view(-1, 1, 1)
         elsewhere = (t == ELSEWHERE).unsqueeze(1)
         if softcap:
             logits = _capped(logits.to(accumulator), softcap, elsewhere)
@@ -195,12 +218,14 @@ def differentiable_rows(tensors, target, smooth, options) -> Tensor:
             # rank with a graph without the input would miss the collectives of the other ranks' backward passes.
             x = input[begin : begin + step].to(accumulator).nan_to_num(0, 0, 0)
             none = logits.sum(1).to(accumulator) + 0 * x.sin().sum(1, keepdim=True)
-            found = [none - float("inf"), none, none]
+            found = [none - float("inf"), none, *[none] * ((smooth is not None) + entropy)]
         else:
-            _, lse, _ = cross_entropy_rows(logits, t, None, ELSEWHERE, 0.0)
+            _, lse, _, of_rows = cross_entropy_rows(logits, t, None, ELSEWHERE, 0.0, entropy)
             logit = logits.gather(1, t.unsqueeze(1).clamp(min=0)).masked_fill(elsewhere, 0).squeeze(1).to(accumulator)
             found = [lse, logit]
             if smooth is not None:
                 found.append(torch.tensordot(logits.to(accumulator), smooth, dims=([1], [0])))
-        pieces.append(torch.stack(found[: 2 + (smooth is not None)]))
+            if entropy:
+                found.append(of_rows)
+        pieces.append(torch.stack(found))
     return torch.cat(pieces, 1)

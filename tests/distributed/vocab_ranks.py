@@ -33,8 +33,9 @@ def cuts(classes, ranks, kind="even"):
 
 
 def plain(input, weight, target, bias, options):
-    """(loss, lse, z term) in plain torch, for float64."""
-    logits = options.get("scale", 1.0) * TF.linear(input, weight.flatten(0, -2), None if bias is None else bias.flatten())
+    """(loss, lse, entropy, z term) in plain torch, for float64."""
+    logits, scale = TF.linear(input, weight.flatten(0, -2), None if bias is None else bias.flatten()), options.get("scale", 1.0)
+    logits = logits * (scale.to(logits.dtype).unsqueeze(-1) if isinstance(scale, torch.Tensor) else scale)
     if options.get("softcap"):
         logits = options["softcap"] * torch.tanh(logits / options["softcap"])
     logits = logits.unflatten(-1, weight.shape[:-1])
@@ -51,7 +52,9 @@ def plain(input, weight, target, bias, options):
     if reduction != "none":
         term = term.sum() / ((t != ignore_index).sum() if reduction == "mean" else 1)
     shape = target.shape if reduction == "none" else ()
-    return (loss + term).reshape(shape), lse.reshape(target.shape), term.reshape(shape)
+    log_p = torch.log_softmax(logits, 1)
+    entropy = torch.where(t == ignore_index, 0, -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0)).sum(1))
+    return (loss + term).reshape(shape), lse.reshape(target.shape), entropy.reshape(target.shape), term.reshape(shape)
 
 
 class Ranks:
@@ -73,32 +76,39 @@ class Ranks:
         """Every result and gradient beside float64, within what one process's error allows; equal on all ranks to the bit."""
         first, count = cut[dist.get_rank(group)]
         input, _, bias = tensors
-        everything = {"return_lse": True, "return_z_loss": True, "return_argmax": True, "dtype": torch.float32}
+        everything = {f"return_{name}": True for name in ("lse", "z_loss", "argmax", "entropy")} | {"dtype": torch.float32}
         if input.dtype == torch.float64:
             everything["dtype"] = torch.float64
-        ours, leaves = self.call(tensors, target, cut, group, **options, **everything)
+        (loss, lse, term, argmax, entropy), leaves = self.call(tensors, target, cut, group, **options, **everything)
+        ours = loss, lse, entropy, term
         whole = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
-        one = linear_cross_entropy(whole[0], whole[1], target, linear_bias=whole[2], **options, **everything)
+        loss, lse, term, one_argmax, entropy = linear_cross_entropy(
+            whole[0], whole[1], target, linear_bias=whole[2], **options, **everything
+        )
+        one = loss, lse, entropy, term
         wide = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
         truth = plain(wide[0], wide[1], target, wide[2], options)
         torch.manual_seed(7)
-        grads = [torch.randn(result.shape, dtype=torch.float64) for result in truth[:2]]
+        grads = [torch.randn(result.shape, dtype=torch.float64) for result in truth[:3]]
         found = []
         for results, given in ((ours, leaves), (one, whole), (truth, wide)):
-            outputs = [r.double() * g for r, g in zip(results[:2], grads, strict=True)]
-            sum(output.sum() for output in outputs).backward()
-            found.append([*results[:3], *(None if t is None else t.grad for t in given)])
+            outputs = [(r.double() * g).sum() for r, g in zip(results[:3], grads, strict=True)]
+            inputs = [t for t in given if t is not None]
+            of_loss = torch.autograd.grad(outputs[0] + outputs[1], inputs, retain_graph=True)
+            found.append([*results, *of_loss, *torch.autograd.grad(outputs[2], inputs)])
         label = f"{input.dtype} {list(tensors[1].shape)} cut {cut} {options}"
+        leaves = [t for t in leaves if t is not None]
         for i, (got, single, exact) in enumerate(zip(*found, strict=True)):
-            if got is None:
-                continue
-            if i > 3:  # of weight and bias, of which a rank has its rows
+            if i > 3 and (i - 4) % len(leaves):  # of weight and bias, of which a rank has its rows
                 single, exact = single[first : first + count], exact[first : first + count]
-            dtype = input.dtype if i > 2 else got.dtype
-            assert got.dtype == (dtype if i > 2 else everything["dtype"] if i != 1 else got.dtype)
-            assert_close_to_float64(got, single, exact, dtype, name=f"result {i} of {label}", magnitude=4.0)
-        assert ours[3].dtype == torch.int64 and torch.equal(ours[3], one[3]), label
-        for shared in (*ours, leaves[0].grad):  # what is whole is the same on every rank, bit for bit
+            dtype = input.dtype if i > 3 else got.dtype
+            assert got.dtype == (dtype if i > 3 else everything["dtype"] if i not in (1, 2) else got.dtype)
+            # The gradient of an entropy is a difference of logarithms of probabilities.
+            magnitude = 4.0 if i < 4 + len(leaves) else 8.0
+            assert_close_to_float64(got, single, exact, dtype, name=f"result {i} of {label}", magnitude=magnitude)
+        assert argmax.dtype == torch.int64 and torch.equal(argmax, one_argmax), label
+        whole = (*ours, argmax, found[0][4], found[0][4 + len(leaves)])
+        for shared in whole:  # is the same on every rank, bit for bit
             everyones = _gathered(shared.detach(), group)
             assert all(torch.equal(_bits(shared.detach()), _bits(other)) for other in everyones), label
 
@@ -131,10 +141,11 @@ def results(us: Ranks) -> None:
         {"z_loss": 0.01, "scale": -1.7}, {"weight": class_weights}, {"weight": class_weights, "label_smoothing": 0.3},
         {"weight": class_weights, "reduction": "none", "z_loss": 0.1, "softcap": 5.0, "label_smoothing": 0.1},
         {"ignore_index": 7, "reduction": "sum", "z_loss": 0.1},
+        {"scale": torch.linspace(0.25, 1, 37)}, {"scale": torch.linspace(-1, 1, 37), "softcap": 1.5, "label_smoothing": 0.2},
     ]  # fmt: skip
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for kind in ("even", "uneven", "reversed"):
-            for options in cases if kind == "even" else cases[6:11:2]:
+            for options in cases if kind == "even" else cases[6:13:2]:
                 options = dict(options)
                 tensors, target = made(101, dtype)
                 if "ignore_index" in options:
@@ -206,6 +217,19 @@ def edges(us: Ranks) -> None:
     for kind in ("even", "reversed"):
         (_, predicted), _ = us.call([tensors[0], tensors[1] * 0, None], target, cuts(101, us.ranks, kind), return_argmax=True)
         assert not predicted.any()
+    # The most likely classes, of shards with fewer classes than are wanted too.
+    for classes, kind in ((101, "even"), (101, "reversed"), (3, "even")):
+        (input, weight, _), target = made(classes, torch.float32)
+        for top in (1, min(classes, 40)):
+            options = {"top_log_probs": top, "scale": torch.linspace(0.5, 2, 37), "softcap": 3.0, "return_entropy": True}
+            (_, _, values, found), _ = us.call([input, weight, None], target, cuts(classes, us.ranks, kind), **options)
+            _, _, expected, _ = linear_cross_entropy(input, weight, target, **options)
+            torch.testing.assert_close(values, expected)
+            assert found.shape == (37, top) and (top == 1 or (found.sort(1).values.diff(dim=1) > 0).all())
+            scores = torch.log_softmax(3 * torch.tanh((input @ weight.T) * options["scale"][:, None] / 3), 1)
+            torch.testing.assert_close(scores.gather(1, found), values)
+    with pytest.raises(flash_online.InvalidArgument, match="top_log_probs: expected 0 to the classes of all ranks, 3, got 4"):
+        us.call([input, weight, None], target, cuts(3, us.ranks), top_log_probs=4)
     # Very large logits, of which one rank has all.
     far = [tensors[0], tensors[1].clone(), None]
     far[1][:5] *= 3e4
@@ -226,14 +250,16 @@ def derivatives(us: Ranks) -> None:
     for classes in (11, 3):
         cut = cuts(classes, us.ranks)
         first, count = cut[us.rank]
-        for options in ({}, {"softcap": 2.0, "scale": 0.7, "label_smoothing": 0.2, "z_loss": 0.1}):
+        scales = torch.linspace(0.5, 1, 6, dtype=torch.float64)
+        for options in ({}, {"softcap": 2.0, "scale": 0.7, "label_smoothing": 0.2, "z_loss": 0.1}, {"scale": scales}):
             tensors, target = made(classes, torch.float64, rows=(6,))
             whole = [t.clone().requires_grad_() for t in tensors]
-            (loss, lse), leaves = us.call(tensors, target, cut, return_lse=True, **options)
-            one = linear_cross_entropy(whole[0], whole[1], target, linear_bias=whole[2], return_lse=True, **options)
+            options |= {"return_lse": True, "return_entropy": True}
+            ours, leaves = us.call(tensors, target, cut, **options)
+            one = linear_cross_entropy(whole[0], whole[1], target, linear_bias=whole[2], **options)
             found = []
-            for (a, b), given, part in (((loss, lse), leaves, slice(None)), (one, whole, slice(first, first + count))):
-                value = a + b.sin().sum()
+            for (a, b, c), given, part in ((ours, leaves, slice(None)), (one, whole, slice(first, first + count))):
+                value = a + b.sin().sum() + c.square().sum()
                 grads = torch.autograd.grad(value, given, create_graph=True)
                 # A function of whole values; what is a rank's own is summed over the ranks.
                 torch.manual_seed(1)

@@ -158,6 +158,7 @@ def rows(choose: random.Random, seed: int, device: str):
         if target.dim() and target.numel() > 1 and choose.random() < 0.5:
             options["ignore_index"] = choose.choice([-100, -1, classes + 3])
             target[0] = options["ignore_index"]
+    options["return_entropy"] = choose.random() < 0.4
     return name, (x, lay_out(target.detach(), choose.choice(LAYOUTS)).requires_grad_(target.requires_grad)), options
 
 

@@ -404,9 +404,10 @@ def row_calls():
                 f"top {k}, {kind}",
                 lambda k=k, make=make: with_gradients(flash_online.topk_softmax, x := make(), min(k, x.shape[1]), 1),
             )
-        yield f"cross_entropy, {kind}", lambda loss=loss: loss(reduction="none", return_lse=True)
+        yield f"cross_entropy, {kind}", lambda loss=loss: loss(reduction="none", return_lse=True, return_entropy=True)
         yield f"cross_entropy, reduced, {kind}", lambda loss=loss: loss(label_smoothing=0.1)
         yield f"cross_entropy, probabilities, {kind}", lambda loss=loss: loss(soft=True)
+        yield f"cross_entropy, probabilities, entropy, {kind}", lambda loss=loss: loss(soft=True, return_entropy=True)
 
 
 def linear_cross_entropy(dtype, reduction, **options):
@@ -429,6 +430,10 @@ CALLS = {
     "linear_cross_entropy, float32": ("any", linear_cross_entropy(torch.float32, "mean")),
     "linear_cross_entropy, no reduction": ("any", linear_cross_entropy(torch.bfloat16, "none")),
     "linear_cross_entropy, softcap": ("any", linear_cross_entropy(torch.bfloat16, "mean", softcap=5.0, scale=0.5)),
+    "linear_cross_entropy, entropy": (
+        "any",
+        linear_cross_entropy(torch.bfloat16, "mean", return_entropy=True, top_log_probs=5),
+    ),
     "dropout mask": (
         "any",
         lambda: [

@@ -34,10 +34,12 @@ def test_losses_over_classes(classes, dtype, device):
     logits = random_tensor(6, classes, dtype=dtype, scale=3, requires_grad=True, device=device)
     target = torch.randint(0, classes, (6,), device=device)
     target[4] = -100
-    for reduction in ("mean", "sum", "none"):
-        compare_with_reference("cross_entropy", logits, target, reduction=reduction, return_lse=True)
-    probabilities = torch.rand(6, classes, device=device).to(dtype).requires_grad_()
-    compare_with_reference("cross_entropy", logits, probabilities, return_lse=True)
+    for entropy in (False, True):
+        for reduction in ("mean", "sum", "none"):
+            options = {"reduction": reduction, "return_lse": True, "return_entropy": entropy}
+            compare_with_reference("cross_entropy", logits, target, **options)
+        probabilities = torch.rand(6, classes, device=device).to(dtype).requires_grad_()
+        compare_with_reference("cross_entropy", logits, probabilities, return_lse=True, return_entropy=entropy)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -56,7 +58,8 @@ def test_loss_options(reduction, z_loss, smoothing, weighted, kind, device):
         else:
             target = torch.rand(shape, requires_grad=True, device=device)
         weight = torch.rand(13, device=device) if weighted else None
-        compare_with_reference("cross_entropy", logits, target, weight=weight, **options)
+        for entropy in (False, True):
+            compare_with_reference("cross_entropy", logits, target, weight=weight, return_entropy=entropy, **options)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e9, 1e15, -1e30])
@@ -108,10 +111,9 @@ def test_loss_layouts(layout, kind, device):
         else:
             target = lay_out(torch.rand(shape, device=device), layout).requires_grad_()
         weight = lay_out(torch.rand(11, device=device), layout)
-        for reduction in ("mean", "none"):
-            compare_with_reference(
-                "cross_entropy", logits, target, weight=weight, reduction=reduction, return_lse=True, label_smoothing=0.1
-            )
+        for reduction, entropy in (("mean", False), ("none", False), ("none", True)):
+            options = {"reduction": reduction, "return_lse": True, "return_entropy": entropy, "label_smoothing": 0.1}
+            compare_with_reference("cross_entropy", logits, target, weight=weight, **options)
 
 
 def test_ignored_rows_have_no_gradient_with_every_option(device):

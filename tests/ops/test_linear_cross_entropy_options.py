@@ -44,18 +44,95 @@ def small(monkeypatch, rows, block):
 
 
 def results_of(module, leaves, target, **options):
-    """Loss, lse and z term, the gradients of both under different incoming gradients, the loss's alone; and the argmax."""
+    """Loss, lse, entropy and z term, the gradients of the first three under different incoming gradients, the loss's alone; and
+    the argmax."""
     input, linear_weight, *bias = leaves
     options["linear_bias"] = bias[0] if bias else None
     wanted = [*leaves, *([target] if target.requires_grad else [])]
-    loss, lse, z_term, argmax = module.linear_cross_entropy(
-        input, linear_weight, target, return_lse=True, return_z_loss=True, return_argmax=True, **options
-    )
+    more = {"return_lse": True, "return_z_loss": True, "return_argmax": True, "return_entropy": True}
+    loss, lse, z_term, argmax, entropy = module.linear_cross_entropy(input, linear_weight, target, **more, **options)
     alone = module.linear_cross_entropy(input, linear_weight, target, **options)
     generator = torch.Generator().manual_seed(3)
-    cotangents = [torch.randn(t.shape, generator=generator, dtype=DOUBLE).to(t.device, t.dtype) for t in (loss, lse)]
-    both = torch.autograd.grad((loss, lse), wanted, cotangents)
-    return [loss, lse, z_term, alone, *both, *torch.autograd.grad(alone, wanted, cotangents[0])], argmax
+    outputs = (loss, lse, entropy)
+    cotangents = [torch.randn(t.shape, generator=generator, dtype=DOUBLE).to(t.device, t.dtype) for t in outputs]
+    together = torch.autograd.grad(outputs, wanted, cotangents)
+    return [*outputs, z_term, alone, *together, *torch.autograd.grad(alone, wanted, cotangents[0])], argmax
+
+
+def test_a_scale_per_row_is_a_scale_of_each_row(chunks, device):
+    """Values and gradients of rows of their own, in 16 bits too, for powers of 2."""
+    scales = torch.tensor([0.5, 1.0, 2.0, 0.25, -1.0] * 3)[:13].to(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        (x, w), kwargs = problem(dtype=dtype, device=device)
+        for options in ({}, {"softcap": 2.0}, {"label_smoothing": 0.1, "z_loss": 0.1}):
+            options = options | {"reduction": "none", "dtype": torch.float32}
+            loss = flash_online.linear_cross_entropy(x, w, **kwargs, scale=scales, **options)
+            (grad,) = torch.autograd.grad(loss.sum(), x)
+            for row, scale in enumerate(scales.tolist()):
+                alone = x[row : row + 1].detach().requires_grad_()
+                one = {"target": kwargs["target"][row : row + 1], "linear_bias": kwargs["linear_bias"], "scale": scale}
+                expected = flash_online.linear_cross_entropy(alone, w, **one, **options)
+                torch.testing.assert_close(loss[row : row + 1], expected)
+                torch.testing.assert_close(grad[row : row + 1], torch.autograd.grad(expected.sum(), alone)[0])
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_scale_per_row_beside_the_reference(soft, reduction, chunks, device):
+    for positions, shape in (((), (13,)), ((3,), (13,))):
+        (x, w), kwargs = problem(positions=positions, soft=soft, device=device)
+        bias, target = kwargs["linear_bias"], kwargs["target"]
+        options = {"scale": torch.rand(shape, device=device) + 0.5, "reduction": reduction, "z_loss": 0.1, "softcap": 3.0}
+        ours, expected = (results_of(m, (x, w, bias), target, **options)[0] for m in (flash_online, reference))
+        torch.testing.assert_close(ours, expected)
+    x, w, target = leaf(2, 5, 6, device=device), leaf(7, 6, device=device), torch.randint(0, 7, (2, 5), device=device)
+    scale = torch.rand(2, 5, device=device)
+    ours, expected = (results_of(m, (x, w), target, scale=scale)[0] for m in (flash_online, reference))
+    torch.testing.assert_close(ours, expected)
+    results = [flash_online.linear_cross_entropy(x, w, target, scale=s) for s in (scale, scale.flatten(), scale.double())]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("top", [1, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, DOUBLE], ids=str)
+def test_top_log_probs(top, dtype, chunks, device):
+    for positions, soft in (((), False), ((3,), False), ((), True)):
+        (x, w), kwargs = problem(dtype=dtype, positions=positions, soft=soft, device=device)
+        for options in ({}, {"softcap": 2.0, "scale": torch.rand(13, device=device)}, {"z_loss": 0.1, "reduction": "none"}):
+            options = options | {"top_log_probs": top, "return_lse": True, "return_entropy": True}
+            loss, lse, entropy, values, classes = flash_online.linear_cross_entropy(x, w, **kwargs, **options)
+            plain = flash_online.linear_cross_entropy(x, w, **kwargs, **{**options, "top_log_probs": 0})
+            assert all(torch.equal(a, b) for a, b in zip((loss, lse, entropy), plain, strict=True))
+            assert values.dtype == lse.dtype and classes.dtype == torch.int64 and not values.requires_grad
+            assert values.shape == classes.shape == (13, *positions, top)
+            assert (classes.sort(-1).values.diff(dim=-1) > 0).all() and (values.diff(dim=-1) <= 0).all()
+            _, _, _, expected, _ = reference.linear_cross_entropy(
+                *(t.detach().double() for t in (x, w)), **{**kwargs, "linear_bias": kwargs["linear_bias"].detach().double()},
+                **options,
+            )  # fmt: skip
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(values.double(), expected, rtol=16 * eps, atol=16 * eps)
+            if top == 7:
+                torch.testing.assert_close(values.exp().sum(-1), torch.ones_like(lse))
+            torch.autograd.grad(loss.sum() + entropy.sum(), x)
+
+
+def test_wrong_scales_and_counts(device):
+    (x, w), kwargs = problem(device=device)
+    for wrong in (
+        torch.ones(12, device=device),
+        torch.ones(13, 1, device=device),
+        torch.ones(13, dtype=torch.int64, device=device),
+    ):
+        with pytest.raises(flash_online.InvalidArgument, match=r"scale: expected a number, or a floating \[13\]"):
+            flash_online.linear_cross_entropy(x, w, **kwargs, scale=wrong)
+    with pytest.raises(flash_online.InvalidArgument, match="scale: expected a number without a gradient"):
+        flash_online.linear_cross_entropy(x, w, **kwargs, scale=torch.ones(13, device=device, requires_grad=True))
+    for wrong in (-1, 8):
+        with pytest.raises(flash_online.InvalidArgument, match="top_log_probs: expected 0 to the number of classes, 7"):
+            flash_online.linear_cross_entropy(x, w, **kwargs, top_log_probs=wrong)
+    with pytest.raises(TypeError, match="top_log_probs: expected an int"):
+        flash_online.linear_cross_entropy(x, w, **kwargs, top_log_probs=True)
 
 
 # --- beside the reference ---------------------------------------------------------------------------------------------------

@@ -57,12 +57,13 @@ OURS |= {
     for case in (
         *("sdpa broadcast", "attention alibi", "attention blocks", "raw attention_varlen_forward"),
         *("linear_cross_entropy", "linear_cross_entropy none", "linear_cross_entropy probabilities"),
+        "linear_cross_entropy scale per row",
     )
 }
 # The derivative of what autograd's own vmap, of is_grads_batched, made in TorchScript.
 OURS |= {
     (case, "jit.trace", "vectorized jacobian"): (RuntimeError, "Batching rule not implemented for aten::detach")
-    for case in ("cross_entropy weighted probabilities", "cross_entropy z_loss")
+    for case in ("cross_entropy weighted probabilities", "cross_entropy weighted entropy", "cross_entropy z_loss")
 }
 # Its first result is linear in its first input: torch's Jacobian of one is a constant, which has no derivative.
 OURS |= {

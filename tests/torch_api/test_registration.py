@@ -132,6 +132,9 @@ def row_calls(dtype, layout):
         yield RAW.cross_entropy_forward, (x, target, weight, 2, 0.1)
         yield RAW.cross_entropy_backward, (rows, rows, x, target, weight, 2, 0.1, soft)
         yield RAW.cross_entropy_backward, (rows, None, x, target, None, -100, 0.0, False)
+        *_, entropy = RAW.cross_entropy_forward(x, target, weight, 2, 0.1, True)
+        yield RAW.cross_entropy_forward, (x, target, weight, 2, 0.1, True)
+        yield RAW.cross_entropy_backward, (rows, rows, x, target, weight, 2, 0.1, soft, rows, entropy)
         for mean, options in ((True, (weight, 2, 0.1)), (False, (None, -100, 0.0))):
             loss, numbers = RAW.cross_entropy_loss(x, target, *options, mean, accumulator)
             yield RAW.cross_entropy_loss, (x, target, *options, mean, dtype)
@@ -140,6 +143,7 @@ def row_calls(dtype, layout):
         written = x.clone(memory_format=torch.preserve_format) if layout != "broadcast" else x.contiguous()
         yield RAW.cross_entropy_backward_, (rows, rows, written, target, weight, 2, 0.1, soft, True)
         yield RAW.cross_entropy_backward_, (rows, None, written, target, None, -100, 0.0, False, False)
+        yield RAW.cross_entropy_backward_, (rows, rows, written, target, weight, 2, 0.1, soft, True, True, rows, entropy)
     # The classes of x are [3, 5, 4] logits here as well: of 3 rows of width 2, 5 classes and 4 positions.
     parameters = torch.randn(5, 4, 2, dtype=dtype), torch.randn(5, 4, dtype=dtype)
     hidden = (
@@ -149,11 +153,16 @@ def row_calls(dtype, layout):
         soft = target is probabilities
         wanted = [True, not soft, soft, soft]
         for scale, softcap, argmax in ((1.0, 0.0, False), (0.5, 2.0, True)):
-            arguments = (hidden, parameters[0], linear_bias, target, weight, 2, 0.1, dtype, scale, softcap)
+            row_scale = torch.rand(len(hidden), dtype=accumulator) if argmax else None
+            arguments = (hidden, parameters[0], linear_bias, target, weight, row_scale, 2, 0.1, dtype, scale, softcap)
             yield RAW.linear_cross_entropy_forward, (*arguments, argmax)
             yield RAW.linear_cross_entropy_backward, (*arguments, rows, rows, rows, wanted)
             yield RAW.linear_cross_entropy_backward, (*arguments, rows, None, None, [False, True, False, False])
-            yield RAW.linear_cross_entropy_step, (*arguments, argmax, rows, None if soft else rows, wanted)
+            yield RAW.linear_cross_entropy_step, (*arguments, rows, None if soft else rows, wanted, argmax)
+            entropy = RAW.linear_cross_entropy_forward(*arguments, argmax, True)[3]
+            yield RAW.linear_cross_entropy_forward, (*arguments, argmax, True, 2)
+            yield RAW.linear_cross_entropy_backward, (*arguments, rows, rows, rows, wanted, rows, entropy)
+            yield RAW.linear_cross_entropy_step, (*arguments, rows, None, wanted, argmax, True, 2)
 
 
 def cached_calls(dtype, layout):

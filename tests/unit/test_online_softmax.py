@@ -173,6 +173,64 @@ def test_merging_in_a_tree_is_merging_in_a_row(algebra):
     algebra.check(states[0], row)
 
 
+def entropy_of(algebra, row):
+    """In units of the base, in the wide type."""
+    top, total, _ = algebra.reference(row)
+    below = np.maximum(np.asarray(row, algebra.wide) - (top if top > -INF else 0), -10_000)
+    weights = algebra.exp(below)
+    return algebra.log(total) - (weights * below).sum() / total if total else NAN
+
+
+def check_entropy(algebra, state, row):
+    """Of the state and of its three numbers; the sum of products has the sign of its terms, none of which is positive."""
+    expected, (top, total, _) = entropy_of(algebra, row), algebra.reference(row)
+    assert state.max == top and state.sum == pytest.approx(float(total), rel=algebra.tolerance(len(row)), abs=0)
+    if not total:
+        assert state.products == 0 and math.isnan(state.entropy())
+        return
+    assert state.products <= 0
+    spread = float(algebra.log(total)) + abs(float(state.products / state.sum))
+    assert state.entropy() == pytest.approx(float(expected), rel=0, abs=algebra.tolerance(len(row)) * (1 + spread))
+
+
+def test_entropy_of_scores_one_by_one_in_blocks_and_merged(algebra, row):
+    Entropy = getattr(_introspect, f"{algebra.name}Entropy")
+    check_entropy(algebra, Entropy(row), row)
+    for block in (1, 2, 4, 64):
+        state = Entropy()
+        for begin in range(0, len(row), block):
+            state.absorb_block(row[begin : begin + block])
+        check_entropy(algebra, state, row)
+    for i in range(len(row) + 1):
+        for j in range(i, len(row) + 1):
+            parts = [Entropy(part) for part in (row[:i], row[i:j], row[j:])]
+            check_entropy(algebra, merged(*parts), row)
+            check_entropy(algebra, merged(*parts[::-1]), row)
+            check_entropy(algebra, merged(parts[0], merged(*parts[1:])), row)
+    assert merged(Entropy(), Entropy(row)).products == merged(Entropy(row), Entropy()).products == Entropy(row).products
+
+
+def test_entropy_of_known_rows(algebra):
+    Entropy = getattr(_introspect, f"{algebra.name}Entropy")
+    for count in (1, 2, 100):
+        uniform = algebra.row([7.0] * count)
+        assert Entropy(uniform).entropy() == pytest.approx(float(algebra.log(algebra.wide(count))), abs=8 * algebra.eps)
+        assert Entropy(algebra.row([*uniform, -INF])).entropy() == Entropy(uniform).entropy()
+    assert Entropy(algebra.row([1e4, 0.0, -5.0])).entropy() == 0  # all but one weight vanish
+    for special in (NAN, INF):
+        assert math.isnan(Entropy(algebra.row([0.0, special, 1.0])).entropy())
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e8])
+def test_entropy_does_not_depend_on_what_scores_have_in_common(algebra, offset):
+    Entropy = getattr(_introspect, f"{algebra.name}Entropy")
+    random = np.random.default_rng(4)
+    for scale in (0.1, 3.0, 50.0):
+        row = algebra.row(random.standard_normal(500) * scale + offset)
+        states = [Entropy(part) for part in np.split(row, [1, 7, 200])]
+        check_entropy(algebra, merged(*states), row)
+
+
 SCORES = st.lists(st.one_of(st.floats(-200, 200, width=32), st.just(-INF)), max_size=24)
 
 
@@ -182,7 +240,10 @@ def test_any_parts(parts):
     for name in STATES:
         algebra = Algebra(name)
         rows = [algebra.row(part) for part in parts]
-        algebra.check(merged(algebra.State(), *map(algebra.State, rows)), np.concatenate([algebra.row([]), *rows]))
+        whole = np.concatenate([algebra.row([]), *rows])
+        algebra.check(merged(algebra.State(), *map(algebra.State, rows)), whole)
+        Entropy = getattr(_introspect, f"{name}Entropy")
+        check_entropy(algebra, merged(Entropy(), *map(Entropy, rows)), whole)
 
 
 @pytest.mark.parametrize("special", [NAN, INF], ids=["nan", "+inf"])

@@ -2,7 +2,7 @@
 //
 // In either case the loss is the sum over c of a_c * -log p_c, where a_c = weight_c t_c and t = (1 - e) s + e / classes is the
 // target s smoothed by e. The gradient of the input is therefore grad_loss (A p_c - a_c) + grad_lse p_c, where A is the sum of
-// all a_c.
+// all a_c. The entropy of a row's softmax adds -grad_entropy p_c (log p_c + entropy).
 #include "short_rows.h"
 
 namespace flash_online::cpu::FLASH_ONLINE_ISA {
@@ -79,7 +79,27 @@ template <class T>
 struct LossPartial {
   RowState<T> state;
   TargetSums shares;
+  OnlineEntropy<double, FastNatural> entropy;  // if it is wanted
 };
+
+// Adds a chunk of scores, whose largest is `max` and whose weights have the sum `sum`. The weights are computed once more: the
+// chunk is in the cache, and entropies are wanted in few calls.
+template <class E>
+void add_entropy(const E* x, int64_t count, double max, double sum, OnlineEntropy<double, FastNatural>& to) {
+  using T = Accumulator<E>;
+  OnlineEntropy<Vector<T>, BaseFor<T, E, ExpAccuracy::kSum>> chunk;
+  chunk.max = broadcast(static_cast<T>(max));
+  Vector<T> a = {}, b = {};
+  for (int64_t i = 0; i < count; i += kPair<E>) {
+    const Pair<T> score = load_partial(x + i, count - i < kPair<E> ? count - i : kPair<E>, lowest<T>());
+    a += chunk.weight(score.a) * chunk.distance(score.a);
+    b += chunk.weight(score.b) * chunk.distance(score.b);
+  }
+  OnlineEntropy<double, FastNatural> whole;
+  whole.max = max;
+  whole.add(sum, sum_of_lanes<T>(a + b));
+  to.merge(whole);
+}
 
 // Adds the sums over a chunk of scores x, of which `max` is the largest; share(i, n) returns a pair of a_c.
 template <bool kFar, class E, class Share>
@@ -127,11 +147,24 @@ struct ForwardOp : RowOp {
   static void merge(Partial& partial, const Partial& other) {
     merge_states(partial.state, other.state);
     partial.shares.add(other.shares);
+    partial.entropy.merge(other.entropy);
   }
 
  protected:
+  // The sums over a segment, added by itself, as where threads share the row.
+  struct SegmentSums {
+    TargetSums shares[kMaxTileRows];
+    OnlineEntropy<double, FastNatural> entropy[kMaxTileRows];
+  };
+  void add_segment(const SegmentSums& segment, Partial* partial) const {
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      partial[r].shares.add(segment.shares[r]);
+      if (problem.entropy != nullptr) partial[r].entropy.merge(segment.entropy[r]);
+    }
+  }
   void finish_row(int64_t r, Partial& partial, double loss, T weight) {
     const int64_t row = tile.first_row + r;
+    if (problem.entropy != nullptr) static_cast<T*>(problem.entropy)[row] = static_cast<T>(partial.entropy.entropy());
     static_cast<T*>(problem.loss)[row] = static_cast<T>(loss);
     static_cast<T*>(problem.row_weight)[row] = weight;
     resolve_infinity<E>(problem, tile, r, partial.state);
@@ -148,15 +181,16 @@ struct IndexForwardOp : ForwardOp<E> {
 
   void first_pass(int64_t begin, int64_t end, Partial* partial) {
     const bool smooth = this->classes.uniform_share != T(0);
-    TargetSums shares[kMaxTileRows];  // each segment is summed by itself, as where threads share the row
+    typename Base::SegmentSums segment;
     this->weights.absorb(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
-        [&](int64_t r, const E* x, int64_t first, int64_t count, double max, T) {
+        [&](int64_t r, const E* x, int64_t first, int64_t count, double max, T sum) {
           const auto weight = [&](int64_t i, int64_t n) { return this->classes.template weights<E>(first + i, n); };
-          if (smooth) add_target_sums(x, count, max, weight, shares[r]);
+          if (smooth) add_target_sums(x, count, max, weight, segment.shares[r]);
+          if (this->problem.entropy != nullptr) add_entropy(x, count, max, sum, segment.entropy[r]);
         },
         NoResult());
-    for (int64_t r = 0; r < this->tile.rows; ++r) partial[r].shares.add(shares[r]);
+    this->add_segment(segment, partial);
   }
   void finish(Partial* partial) {
     for (int64_t r = 0; r < this->tile.rows; ++r) {
@@ -188,19 +222,20 @@ struct ProbabilityForwardOp : ForwardOp<E> {
   ProbabilityForwardOp(const RowProblem& problem, const RowTile& tile, ScratchAllocator& allocator, bool keep)
       : Base(problem, tile, allocator, keep), target(problem, problem.target_probabilities, tile, allocator) {}
   void first_pass(int64_t begin, int64_t end, Partial* partial) {
-    TargetSums shares[kMaxTileRows];  // each segment is summed by itself
+    typename Base::SegmentSums segment;
     this->weights.absorb(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
-        [&](int64_t r, const E* x, int64_t first, int64_t count, double max, T) {
+        [&](int64_t r, const E* x, int64_t first, int64_t count, double max, T sum) {
           target.read(first, count);
           const E* t = target.row(r);
           const auto share = [&](int64_t i, int64_t n) {
             return this->classes.template weighted_targets<E>(first + i, n, load_partial(t + i, n, T(0)));
           };
-          add_target_sums(x, count, max, share, shares[r]);
+          add_target_sums(x, count, max, share, segment.shares[r]);
+          if (this->problem.entropy != nullptr) add_entropy(x, count, max, sum, segment.entropy[r]);
         },
         NoResult());
-    for (int64_t r = 0; r < this->tile.rows; ++r) partial[r].shares.add(shares[r]);
+    this->add_segment(segment, partial);
   }
   void finish(Partial* partial) {
     for (int64_t r = 0; r < this->tile.rows; ++r) {
@@ -225,6 +260,25 @@ FLASH_ONLINE_INLINE T grad_lse_of(const RowProblem& problem, int64_t row) {
   return problem.grad_lse == nullptr ? T(0) : static_cast<const T*>(problem.grad_lse)[row];
 }
 
+// The gradient of a row's entropy as a factor of p_c: grad (mean - (x_c - max)), where mean is that of x - max under p.
+template <class T>
+struct EntropyGradient {
+  T grad = T(0), mean = T(0), max = T(0);
+  EntropyGradient() = default;
+  EntropyGradient(const RowProblem& problem, int64_t row, const RowState<T>& state)
+      : grad(static_cast<const T*>(problem.grad_entropy)[row]),
+        mean(
+            static_cast<T>(FastNatural::log(static_cast<double>(state.sum)) - static_cast<const T*>(problem.row_entropy)[row])),
+        max(static_cast<T>(pivot(state.max))) {}
+  FLASH_ONLINE_INLINE Vector<T> operator()(Vector<T> score) const { return grad * (mean - distance_below(score - max)); }
+  FLASH_ONLINE_INLINE Pair<T> operator()(const Pair<T>& score) const { return {(*this)(score.a), (*this)(score.b)}; }
+};
+
+template <class T>
+FLASH_ONLINE_INLINE T grad_entropy_of(const RowProblem& problem, int64_t row) {
+  return problem.grad_entropy == nullptr ? T(0) : static_cast<const T*>(problem.grad_entropy)[row];
+}
+
 template <class E>
 constexpr ExpAccuracy kGradientAccuracy = sizeof(E) == 2 ? ExpAccuracy::kRounded : ExpAccuracy::kExact;
 
@@ -236,6 +290,7 @@ struct IndexBackwardOp : RowOp {
   };
   static constexpr bool kHasSecondPass = true;
 
+  const RowProblem& problem;
   const RowTile tile;
   const ClassWeights<T> classes;
   RowGradient<T> gradient[kMaxTileRows];
@@ -244,7 +299,8 @@ struct IndexBackwardOp : RowOp {
   Chunks<E, void*> grad_input;
 
   IndexBackwardOp(const RowProblem& problem, const RowTile& tile, ScratchAllocator& allocator, bool keep, double weight_sum)
-      : tile(tile),
+      : problem(problem),
+        tile(tile),
         classes(problem),
         weights(problem, tile, allocator, keep),
         grad_input(problem, problem.grad_input, tile, allocator) {
@@ -262,7 +318,7 @@ struct IndexBackwardOp : RowOp {
           g.scale += g.spread * static_cast<T>(weight_sum);
         }
       }
-      g.zero = target == kIgnored && g.scale == T(0);
+      g.zero = target == kIgnored && g.scale == T(0) && grad_entropy_of<T>(problem, row) == T(0);
       zero &= g.zero;
       if (problem.classes == 1) {  // the loss is 0 whatever the logit: only the gradient of lse is left
         const T of_loss = g.target_grad + g.spread;
@@ -285,14 +341,30 @@ struct IndexBackwardOp : RowOp {
       });
       return;
     }
+    const bool entropy = problem.grad_entropy != nullptr;
+    EntropyGradient<T> of_entropy[kMaxTileRows];
+    for (int64_t r = 0; entropy && r < tile.rows; ++r)
+      of_entropy[r] = EntropyGradient<T>(problem, tile.first_row + r, partial[r].state);
     weights.write(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
-        [&](int64_t r) { return gradient[r].scale * partial[r].state.inverse_sum(); },
-        [&](int64_t first) { grad_input.begin_write(first); },
+        [&](int64_t r) { return (entropy ? T(1) : gradient[r].scale) * partial[r].state.inverse_sum(); },
+        [&](int64_t first) {
+          if (entropy) weights.input().read(first, end - first < kChunk ? end - first : kChunk);
+          grad_input.begin_write(first);
+        },
         [&](int64_t r, int64_t first, int64_t count, const auto& weight) {
           const RowGradient<T>& g = gradient[r];
           E* to = grad_input.row(r);
           if (g.zero) return write_zeros(to, count);
+          if (entropy) {
+            const E* x = weights.input().row(r);
+            return write_row(to, first, count, g, [&](int64_t i, int64_t n, const Pair<T>& at_target) {
+              const Pair<T> p = weight(i, n), w = classes.template weights<E>(first + i, n);
+              const Pair<T> of = of_entropy[r](load_partial(x + i, n, T(0)));
+              return Pair<T>{p.a * (g.scale + of.a) - (g.spread * w.a + at_target.a),
+                             p.b * (g.scale + of.b) - (g.spread * w.b + at_target.b)};
+            });
+          }
           const auto plain = [&](int64_t i, int64_t n, const Pair<T>& at_target) __attribute__((always_inline)) {
             const Pair<T> pair = weight(i, n);
             return Pair<T>{pair.a - at_target.a, pair.b - at_target.b};
@@ -378,21 +450,33 @@ struct ProbabilityBackwardOp : RowOp {
   void finish(Partial*) {}
   void second_pass(int64_t begin, int64_t end, const Partial* partial) {
     const auto grad_loss = [&](int64_t r) { return static_cast<const T*>(problem.grad_loss)[tile.first_row + r]; };
+    const bool entropy = problem.grad_entropy != nullptr;
     weights.write(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
         [&](int64_t r) { return partial[r].state.inverse_sum(); },
         [&](int64_t first) {
-          target.read(first, problem.classes - first < kChunk ? problem.classes - first : kChunk);
+          const int64_t count = problem.classes - first < kChunk ? problem.classes - first : kChunk;
+          target.read(first, count);
+          if (entropy) weights.input().read(first, count);
           grad_input.begin_write(first);
         },
         [&](int64_t r, int64_t first, int64_t count, const auto& weight) {
           const T grad = grad_loss(r), grad_lse = grad_lse_of<T>(problem, tile.first_row + r);
           const T sum = static_cast<T>(partial[r].share);  // of the shares
           const E* t = target.row(r);
+          const E* x = entropy ? weights.input().row(r) : nullptr;
+          const auto of_entropy =
+              entropy ? EntropyGradient<T>(problem, tile.first_row + r, partial[r].state) : EntropyGradient<T>();
           write_chunk<E>(count, grad_input.row(r), [&](int64_t i, int64_t n) __attribute__((always_inline)) {
             const Pair<T> p = weight(i, n);
             const Pair<T> share = classes.template weighted_targets<E>(first + i, n, load_partial(t + i, n, T(0)));
-            return Pair<T>{grad * (sum * p.a - share.a) + grad_lse * p.a, grad * (sum * p.b - share.b) + grad_lse * p.b};
+            Pair<T> z{grad * (sum * p.a - share.a) + grad_lse * p.a, grad * (sum * p.b - share.b) + grad_lse * p.b};
+            if (entropy) {
+              const Pair<T> of = of_entropy(load_partial(x + i, n, T(0)));
+              z.a += of.a * p.a;
+              z.b += of.b * p.b;
+            }
+            return z;
           });
         },
         [&](int64_t count) { grad_input.finish_write(count); });
@@ -444,6 +528,12 @@ void short_forward(const RowProblem& problem, const Executor& executor) {
     }
     store_per_row<T>(problem.loss, block, loss);
     store_per_row<T>(problem.row_weight, block, weight);
+    if (problem.entropy != nullptr) {
+      Vector<T> products = {}, entropy = {};
+      for (int64_t c = 0; c < problem.classes; ++c) products += state.weight(x[c]) * distance_below(x[c] - pivot(state.max));
+      for (int64_t r = 0; r < block.rows; ++r) entropy[r] = static_cast<T>(logs[r] - products[r] / state.sum[r]);
+      store_per_row<T>(problem.entropy, block, entropy);
+    }
     store_per_row<T>(problem.lse, block, lse_of<T>(problem.classes, x, state.max, logs));
   });
 }
@@ -460,7 +550,9 @@ void short_backward(const RowProblem& problem, const Executor& executor) {
       target_class[r] = static_cast<T>(target);
       if (target != kIgnored) target_grad[r] = grad_loss[r];
     }
-    const auto zero = (target_class == static_cast<T>(kIgnored)) & (scale == T(0));  // whatever the logits hold
+    const Vector<T> grad_entropy = problem.grad_entropy == nullptr ? Vector<T>{} : load_per_row<T>(problem.grad_entropy, block);
+    const auto zero =  // whatever the logits hold
+        (target_class == static_cast<T>(kIgnored)) & (scale == T(0)) & (grad_entropy == T(0));
     if (problem.classes == 1) {  // as in IndexBackwardOp
       scale += target_grad - target_grad;
       target_grad = Vector<T>{};
@@ -468,10 +560,26 @@ void short_backward(const RowProblem& problem, const Executor& executor) {
       scale += target_grad;
     }
     load_block<E>(problem, problem.input, block, x);
-    const Vector<T> factor = scale * absorb_block<E, kGradientAccuracy<E>, true>(problem.classes, x).inverse_sum();
-    for (int64_t c = 0; c < problem.classes; ++c) {
-      const Vector<T> gradient = x[c] * factor - (target_class == static_cast<T>(c) ? target_grad : Vector<T>{});
+    Vector<T> scores[kMaxShortClasses];
+    if (problem.grad_entropy != nullptr) std::copy_n(x, problem.classes, scores);
+    const auto state = absorb_block<E, kGradientAccuracy<E>, true>(problem.classes, x);
+    const Vector<T> factor = scale * state.inverse_sum();
+    const auto write = [&](int64_t c, Vector<T> of_softmax) {
+      const Vector<T> gradient = of_softmax - (target_class == static_cast<T>(c) ? target_grad : Vector<T>{});
       x[c] = zero ? Vector<T>{} : gradient;
+    };
+    if (problem.grad_entropy == nullptr) {
+      for (int64_t c = 0; c < problem.classes; ++c) write(c, x[c] * factor);
+    } else {
+      double logs[kLanes<T>];
+      log_sums<T>(state.sum, logs);
+      Vector<T> mean = {};
+      for (int64_t r = 0; r < block.rows; ++r)
+        mean[r] = static_cast<T>(logs[r] - static_cast<const T*>(problem.row_entropy)[block.first_row + r]);
+      for (int64_t c = 0; c < problem.classes; ++c) {
+        const Vector<T> of_entropy = grad_entropy * (mean - distance_below(scores[c] - pivot(state.max)));
+        write(c, x[c] * state.inverse_sum() * (scale + of_entropy));
+      }
     }
     store_block<E>(problem, problem.grad_input, block, x);
   });

@@ -3,7 +3,7 @@
 //
 // A row's loss is the sum over c of a_c * -log p_c with a_c = weight_c t_c, where p is the softmax of the row and t its target
 // smoothed by e: (1 - e) target + e / classes. Hence the gradient of the input is grad_loss (A p_c - a_c) + grad_lse p_c, where
-// A is the sum of a_c.
+// A is the sum of a_c. The entropy of a row's softmax adds -grad_entropy p_c (log p_c + entropy).
 //
 // Without smoothing an index target needs only the row's maximum and sum. Smoothing and probabilities need a second sum, of
 // a_c * -log p_c. dispatch.cuh chooses the kind of row by length and strides.
@@ -184,6 +184,33 @@ struct ProbabilityLoss : OneTensorOp {
   }
 };
 
+// The entropy of a row's softmax, for targets of either kind. It is an operator of its own, which reads the rows once more.
+struct RowEntropy : OneTensorOp {
+  static constexpr bool kReduces = true, kSecondSum = true, kRare = true;
+  template <class T, class Reader>
+  __device__ static void run(const RowProblem& problem, const Reader& reader) {
+    auto row = reader.read(problem.input);
+    const RowState state = row.state();
+    const float max = pivot(state.max);
+    const auto term = [&](int64_t, float x) { return state.weight(x) * distance_below(x - max); };
+    if constexpr (Reader::kMultiCta) {
+      store_second_sum(problem, row, term);
+    } else {
+      const float products = row.sum(term);
+      if (row.is_leader()) write(problem, row.coord().index, state, products);
+    }
+  }
+  template <class T>
+  __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedSlices& merged, float products) {
+    write(problem, coord.index, merged.state, products);
+  }
+
+ private:
+  __device__ __forceinline__ static void write(const RowProblem& problem, int64_t row, const RowState& state, float products) {
+    static_cast<float*>(problem.entropy)[row] = FastNatural::log(state.sum) - products / state.sum;
+  }
+};
+
 // ---- backward
 
 // A row's scalar of a float tensor of row scalars; null: zeros.
@@ -210,9 +237,26 @@ __device__ __forceinline__ float grad_loss_of(const RowProblem& problem, const R
     return grad_of_losses(problem);
 }
 
+// The gradient of a row's entropy as a factor of p_c: grad (mean - (x_c - max)), where mean is that of x - max under p.
+template <bool kEntropy>
+struct EntropyGradient {
+  float grad = 0, mean = 0, max = 0;
+  __device__ __forceinline__ EntropyGradient(const RowProblem& problem, const RowCoord& coord, const RowState& state) {
+    if constexpr (kEntropy) {
+      grad = row_value(problem.grad_entropy, coord);
+      mean = FastNatural::log(state.sum) - row_value(problem.row_entropy, coord);
+      max = pivot(state.max);
+    }
+  }
+  // The factor of p_c with this gradient; `scale` is the factor without it.
+  __device__ __forceinline__ float added_to(float scale, float x) const {
+    return kEntropy ? fmaf(grad, mean - distance_below(x - max), scale) : scale;
+  }
+};
+
 // Without smoothing and with problem.loss this also writes what IndexLoss writes, in the same pass; the gradient may then
 // overwrite the row.
-template <bool kSmooth>
+template <bool kSmooth, bool kEntropy = false>
 struct IndexLossBackward : OneTensorOp {
   static constexpr bool kRare = kSmooth, kRowScalars = true, kTargets = true;
   static RowScalars scalars(const RowProblem& problem) { return target_scalars(problem); }
@@ -255,14 +299,18 @@ struct IndexLossBackward : OneTensorOp {
         scale = fmaf(uniform_grad, weight_sum, scale);
       }
     }
-    if (target == kIgnored && scale == 0) {  // 0, not 0 * p: the logits of an ignored row may be inf or NaN
+    const EntropyGradient<kEntropy> of_entropy(problem, coord, state);
+    // 0, not 0 * p: the logits of an ignored row may be inf or NaN
+    if (target == kIgnored && scale == 0 && of_entropy.grad == 0) {
       row.template write<T>(problem.grad_input, [](int64_t, float) { return 0.0f; });
       return;
     }
     const float inverse = state.inverse_sum(), factor = scale * inverse;
     // The subtrahend cancels most of the target's probability if that is close to 1. It is therefore subtracted from the weight
     // before the division: the difference is rounded once.
-    const auto difference = [&](float x, float amount) { return fmaf(-amount, state.sum, scale * state.weight(x)) * inverse; };
+    const auto difference = [&](float x, float amount) {
+      return fmaf(-amount, state.sum, of_entropy.added_to(scale, x) * state.weight(x)) * inverse;
+    };
     if constexpr (!kSmooth)
       visit_weights<decltype(row), T>(state, factor, [&](const auto& w) {
         row.template write_except<T>(
@@ -277,6 +325,7 @@ struct IndexLossBackward : OneTensorOp {
   }
 };
 
+template <bool kEntropy = false>
 struct ProbabilityLossBackward : OneTensorOp {
   static constexpr bool kRare = true;
   __device__ static float once(const RowProblem& problem) { return grad_of_losses(problem); }
@@ -304,6 +353,7 @@ struct ProbabilityLossBackward : OneTensorOp {
     const float grad_loss = grad_loss_of(problem, reader);
     const float loss_scale = problem.classes == 1 ? grad_loss - grad_loss : grad_loss;  // as for one target
     const float scale = loss_scale * a_sum + row_value(problem.grad_lse, coord), inverse = state.inverse_sum();
+    const EntropyGradient<kEntropy> of_entropy(problem, coord, state);
     if (problem.grad_target.data != nullptr) {
       const NegativeLogProb negative_log_prob(state);
       row.template write<T>(problem.grad_target, [&](int64_t c, float x) {
@@ -313,7 +363,8 @@ struct ProbabilityLossBackward : OneTensorOp {
     }
     row.template write<T>(problem.grad_input, [&](int64_t c, float x) {
       // The product is rounded like the scale, which it cancels where p_c is 1 and a_c the whole sum.
-      return scale * (state.weight(x) * inverse) - (c < problem.classes ? __fmul_rn(loss_scale, a(c, x)) : 0.0f);
+      return of_entropy.added_to(scale, x) * (state.weight(x) * inverse) -
+             (c < problem.classes ? __fmul_rn(loss_scale, a(c, x)) : 0.0f);
     });
   }
 };
@@ -381,6 +432,9 @@ int64_t reduced_losses(const RowProblem& problem) {
   return has_loss_sums(problem) ? *problem.loss_sum_count : problem.outer * problem.inner;
 }
 
+template <bool kSmooth>
+using PlainIndexLossBackward = IndexLossBackward<kSmooth>;
+
 template <template <bool> class IndexOp, class ProbabilityOp, class T>
 void launch(const RowProblem& problem, bool contiguous, cudaStream_t stream, const char* name) {
   if (problem.target == nullptr)
@@ -396,8 +450,10 @@ void launch(const RowProblem& problem, bool contiguous, cudaStream_t stream, con
 void cross_entropy(const RowProblem& problem, CUstream_st* stream) {
   if (problem.outer == 0 || problem.inner == 0) return;  // a row of no classes has a loss
   const bool contiguous = classes_are_contiguous(problem, {problem.input.stride[1]});
-  visit_type(problem, "cross_entropy",
-             [&]<class T>(Type<T>) { launch<IndexLoss, ProbabilityLoss, T>(problem, contiguous, stream, "cross_entropy"); });
+  visit_type(problem, "cross_entropy", [&]<class T>(Type<T>) {
+    launch<IndexLoss, ProbabilityLoss, T>(problem, contiguous, stream, "cross_entropy");
+    if (problem.entropy != nullptr) launch_rows<RowEntropy, T, T>(problem, contiguous, stream, "cross_entropy");
+  });
 }
 
 void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream) {
@@ -406,7 +462,13 @@ void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream) {
       classes_are_contiguous(problem, {problem.input.stride[1], problem.grad_input.stride[1],
                                        problem.grad_target.data == nullptr ? 1 : problem.grad_target.stride[1]});
   visit_type(problem, "cross_entropy", [&]<class T>(Type<T>) {
-    launch<IndexLossBackward, ProbabilityLossBackward, T>(problem, contiguous, stream, "cross_entropy_backward");
+    constexpr const char* kName = "cross_entropy_backward";
+    if (problem.grad_entropy == nullptr)
+      launch<PlainIndexLossBackward, ProbabilityLossBackward<>, T>(problem, contiguous, stream, kName);
+    else if (problem.target == nullptr)
+      launch_rows<ProbabilityLossBackward<true>, T, T>(problem, contiguous, stream, kName);
+    else
+      launch_rows<IndexLossBackward<true, true>, T, T>(problem, contiguous, stream, kName);
   });
 }
 

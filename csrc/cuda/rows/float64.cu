@@ -235,7 +235,11 @@ template <class Group>
 __device__ __forceinline__ void write_loss(const RowProblem& problem, const Coord& coord, const Row<Group>& row, double loss,
                                            double weight, const State& state) {
   const State resolved = row.resolve_infinity(state);
+  double products = 0;
+  if (problem.entropy)
+    products = row.sum([&](int64_t, double x) { return state.weight(x) * distance_below(x - pivot(state.max)); });
   if (!is_leader<Group>(coord)) return;
+  if (problem.entropy) static_cast<double*>(problem.entropy)[coord.index] = ::log(state.sum) - products / state.sum;
   static_cast<double*>(problem.loss)[coord.index] = loss;
   static_cast<double*>(problem.row_weight)[coord.index] = weight;
   if (problem.lse) static_cast<double*>(problem.lse)[coord.index] = resolved.lse();
@@ -287,6 +291,18 @@ __device__ __forceinline__ double grad_loss_of(const RowProblem& problem, const 
   return *static_cast<const double*>(problem.grad_loss) / *static_cast<const double*>(problem.divisor);
 }
 
+// The gradient of a row's entropy as a factor of p_c, as in cross_entropy.cu; 0 if there is none.
+struct EntropyGradient {
+  double grad = 0, mean = 0, max = 0;
+  __device__ __forceinline__ EntropyGradient(const RowProblem& problem, const Coord& coord, const State& state) {
+    if (!problem.grad_entropy) return;
+    grad = row_value(problem.grad_entropy, coord);
+    mean = ::log(state.sum) - row_value(problem.row_entropy, coord);
+    max = pivot(state.max);
+  }
+  __device__ __forceinline__ double operator()(double x) const { return grad * (mean - distance_below(x - max)); }
+};
+
 struct IndexLossBackward {
   template <class Group>
   __device__ static void run(const RowProblem& problem, const Coord& coord) {
@@ -306,12 +322,15 @@ struct IndexLossBackward {
       uniform_grad = grad_loss * a.smoothing;
       scale += target_grad + uniform_grad * weight_sum;
     }
-    const bool is_zero = target == kIgnored && scale == 0;  // the logits of an ignored row may be inf or NaN
+    const EntropyGradient of_entropy(problem, coord, state);
+    // The logits of an ignored row may be inf or NaN.
+    const bool is_zero = target == kIgnored && scale == 0 && of_entropy.grad == 0;
     const double inverse = state.inverse_sum();
     row.write(problem.grad_input, coord, [&](int64_t c, double x) {
       if (is_zero) return 0.0;
       const double amount = uniform_grad * (uniform_grad != 0 ? a.weight_of(c) : 0) + (c == target ? target_grad : 0);
-      return fma(-amount, state.sum, scale * state.weight(x)) * inverse;
+      const double factor = problem.grad_entropy ? scale + of_entropy(x) : scale;
+      return fma(-amount, state.sum, factor * state.weight(x)) * inverse;
     });
   }
 };
@@ -328,12 +347,14 @@ struct ProbabilityLossBackward {
     const double grad_loss = grad_loss_of(problem, coord);
     const double loss_scale = problem.classes == 1 ? grad_loss - grad_loss : grad_loss;  // the loss of one class is 0
     const double scale = loss_scale * a_sum + row_value(problem.grad_lse, coord), inverse = state.inverse_sum();
+    const EntropyGradient of_entropy(problem, coord, state);
     if (problem.grad_target.data)
       row.write(problem.grad_target, coord,
                 [&](int64_t c, double x) { return grad_loss * (a.confidence * a.weight_of(c)) * -state.log_probability(x); });
     row.write(problem.grad_input, coord, [&](int64_t c, double x) {
       // The product is rounded like the scale, which it cancels where p_c is 1 and a_c the whole sum.
-      return scale * (state.weight(x) * inverse) - __dmul_rn(loss_scale, a(c, target[c * stride]));
+      const double factor = problem.grad_entropy ? scale + of_entropy(x) : scale;
+      return factor * (state.weight(x) * inverse) - __dmul_rn(loss_scale, a(c, target[c * stride]));
     });
   }
 };
