@@ -177,6 +177,15 @@ def _rows_in_place(scores, options, cotangents, forward, target_grad, entropy):
     return (row_results if one_pass else rows), grad_lse, grad_target
 
 
+def scale_rows_(logits: Tensor, factors: Tensor) -> None:
+    """logits [n, columns] *= factors [n] in float32 or wider, rounded once."""
+    rows = logits.shape[0]
+    if logits.is_cpu and logits.dtype != factors.dtype:  # torch converts a whole operand there
+        rows = _cap_rows(logits.shape[1], factors.dtype, "cpu")
+    for part, of_part in zip(logits.split(max(rows, 1)), factors.unsqueeze(1).split(max(rows, 1)), strict=True):
+        part.mul_(of_part)
+
+
 def top_logits(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """(the `top` largest logits in the accumulator's dtype, their classes), [n, P, top] each, of logits [n, C, P]; empty for
     0."""
@@ -252,9 +261,8 @@ def _run(
         x = input[chunk].to(dtype)
         chunk_logits, chunk_no_grad = buffer[: x.shape[0], :columns], []
         _product(chunk_logits, x, matrix.t(), scale / softcap if softcap else scale, bias)
-        factors = None if row_scale is None else row_scale[chunk].to(dtype).unsqueeze(1)
-        if factors is not None:
-            chunk_logits.mul_(factors)
+        if row_scale is not None:
+            scale_rows_(chunk_logits, row_scale[chunk])
         for first in range(begin, chunk.stop, block):  # once, unless the logits are capped
             part = slice(first, min(first + block, chunk.stop))
             logits, t = chunk_logits[first - begin : part.stop - begin], target[part]
@@ -286,8 +294,8 @@ def _run(
                 logits.copy_(scores.flatten(1))
             if wanted[3]:
                 grad_target[part] = part_grad_target
-        if gradients and factors is not None:
-            chunk_logits.mul_(factors)
+        if gradients and row_scale is not None:
+            scale_rows_(chunk_logits, row_scale[chunk])
         if wanted[0]:
             if input.dtype == dtype:
                 _product(grad_input[chunk], chunk_logits, matrix, scale)
@@ -318,12 +326,12 @@ def _run(
 # accumulator's dtype; input, linear_weight and linear_bias in any floating dtype; the products run in `dtype`. loss, lse,
 # row_weight, entropy, grad_loss, grad_lse, lse_factor and grad_entropy: [N, P] in the accumulator's dtype. `wanted` says which
 # gradients of (input, linear_weight, linear_bias, target) are computed, each in its tensor's dtype; unwanted gradients are
-# empty.
+# empty. row_scale [N], in the accumulator's dtype, multiplies a row's logits before the softcap.
 #
 # The backward operator adds lse_factor * lse to grad_lse: that is the gradient of a loss with a term in lse^2. The step
 # operator does both passes at once, for a grad_loss and an lse_factor that are known beforehand. `scale` and `softcap` (0:
 # none) make the logits softcap * tanh(scale * (input linear_weight^T + linear_bias) / softcap). argmax: int64 [N, P], the class
-# of the largest logit, or empty.
+# of the largest logit, or empty. top_log_probs and top_classes: [N, P, top], or empty.
 
 _ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? row_scale, "

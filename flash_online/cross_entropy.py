@@ -392,7 +392,8 @@ def reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction:
         return loss.sum() / 0
     result = _mean(loss) if probabilities else loss.sum() / row_weight.detach().sum()
     if z_term is not None:
-        result = result + (_mean(z_term) if ignored is None else z_term.sum() / ignored.logical_not().sum())
+        # Divided before the sum, which might overflow where the mean does not.
+        result = result + (_mean(z_term) if ignored is None else (z_term / ignored.logical_not().sum()).sum())
     return result
 
 

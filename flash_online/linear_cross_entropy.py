@@ -81,7 +81,7 @@ def _logits_in_chunks(
         if scale != 1:
             logits = logits * scale
         if row_scale is not None:
-            logits = logits * row_scale[chunk].to(common).view(-1, 1, 1)
+            logits = (logits * row_scale[chunk].view(-1, 1, 1)).to(common)
         t, indices = target[chunk], input.new_empty([0], dtype=torch.int64)
         if more.argmax:
             indices = logits.detach().argmax(1)
@@ -219,8 +219,8 @@ def _gradients_in_one_table(
     x, matrix = input.to(dtype), linear_weight.flatten(0, 1).to(dtype)
     logits = _torch.linear(x, matrix, None if linear_bias is None else linear_bias.flatten().to(dtype))
     if row_scale is not None:
-        scale = scale * row_scale.to(common).view(-1, 1, 1)
-    scores = logits.unflatten(1, (classes, positions)).to(common) * scale
+        scale = scale * row_scale.view(-1, 1, 1)
+    scores = (logits.unflatten(1, (classes, positions)).to(common) * scale).to(common)
     ignored = None if target.is_floating_point() else target == ignore_index
     tanh = None
     if softcap:

@@ -657,8 +657,8 @@ def linear_cross_entropy(
     if linear_bias is not None:
         logits = logits + linear_bias
     if isinstance(scale, Tensor):
-        scale = scale.to(logits.dtype).reshape(-1, 1, *([1] * len(positions)))
-    logits = logits * scale
+        scale = scale.to(accumulator_dtype(logits.dtype)).reshape(-1, 1, *([1] * len(positions)))
+    logits = (logits * scale).to(logits.dtype)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     probabilities = target.is_floating_point()

@@ -418,8 +418,9 @@ def compare_with_reference(name: str, *args, **kwargs) -> None:
     for i, (result, theirs, expected) in enumerate(zip(our_grads, plain_grads, truth_grads, strict=True)):
         assert result.dtype == leaves[i].dtype and result.shape == leaves[i].shape, said
         rounding = max(dtype, result.dtype, key=lambda d: torch.finfo(d).eps)
-        # A gradient is a probability times a difference of numbers near 1, divided by the rows under a mean.
-        mean = name == "cross_entropy" and kwargs.get("reduction", "mean") == "mean"
+        # A gradient is a probability times a difference of numbers near 1, divided by the rows under a mean; an entropy's is
+        # not divided.
+        mean = name == "cross_entropy" and kwargs.get("reduction", "mean") == "mean" and not kwargs.get("return_entropy")
         size = 1 / max(leaves[0].numel() // leaves[0].shape[min(1, leaves[0].dim() - 1)], 1) if mean else 1.0
         assert_close_to_float64(result, theirs, expected, rounding, name=f"gradient {i} of {said}", magnitude=size)
 

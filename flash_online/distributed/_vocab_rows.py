@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as _torch
 from torch import Tensor
 
-from .._linear_cross_entropy_ops import _add_product, _Cap, _cap_rows, _pitch, _product, chunk_plan, top_logits
+from .._linear_cross_entropy_ops import _add_product, _Cap, _cap_rows, _pitch, _product, chunk_plan, scale_rows_, top_logits
 from .._ops import accumulator_of, ops
 from ..cross_entropy import cross_entropy_rows
 from ..linear_cross_entropy import _capped
@@ -53,7 +53,7 @@ class _Logits:
         self.matrix = linear_weight.flatten(0, 1).to(dtype)
         self.bias = None if linear_bias is None else linear_bias.flatten().to(dtype)
         self.factor = scale / softcap if softcap else scale
-        self.row_scale = None if row_scale is None else row_scale.to(dtype).unsqueeze(1)
+        self.row_scale = row_scale
         self.buffer = input.new_empty([min(step, self.rows), _pitch(columns, dtype, device)], dtype=dtype)[:, :columns]
         self.wide = smooth is not None and dtype != accumulator
         self.block = min(_cap_rows(columns, accumulator, device), step) if softcap or self.wide else step
@@ -69,7 +69,7 @@ class _Logits:
             logits = self.buffer[: x.shape[0]]
             _product(logits, x, self.matrix.t(), self.factor, self.bias)
             if self.row_scale is not None:
-                logits.mul_(self.row_scale[chunk])
+                scale_rows_(logits, self.row_scale[chunk])
             yield chunk, x, logits
 
     def blocks(self, chunk: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -179,8 +179,8 @@ def shard_gradients(
             if smooth is not None:
                 scores.addcmul_(grad[2, part].unsqueeze(1), smooth.view(1, -1, 1))
             logits.put_gradient(scores, no_grad[part], plain)
-        if logits.row_scale is not None:
-            chunk_logits.mul_(logits.row_scale[chunk])
+        if row_scale is not None:
+            scale_rows_(chunk_logits, row_scale[chunk])
         if wanted[0]:
             _partial_product(grad_input[chunk], chunk_logits, logits.matrix, scale)
         if wanted[1]:
@@ -209,7 +209,7 @@ def differentiable_rows(tensors, target, row_scale, smooth, options, entropy: bo
         if scale != 1:
             logits = logits * scale
         if row_scale is not None:
-            logits = logits * row_scale[begin : begin + step].to(dtype).view(-1, 1, 1)
+            logits = (logits * row_scale[begin : begin + step].view(-1, 1, 1)).to(dtype)
         elsewhere = (t == ELSEWHERE).unsqueeze(1)
         if softcap:
             logits = _capped(logits.to(accumulator), softcap, elsewhere)

@@ -188,7 +188,7 @@ def rows(us: Compared) -> None:
         layouts = [everywhere(mesh, cut), everywhere(mesh, rest), whole]
         us.check(
             lambda x, t, w: flash_online.cross_entropy(
-                x, t, w, reduction="none", label_smoothing=0.1, z_loss=0.1, return_lse=True
+                x, t, w, reduction="none", label_smoothing=0.1, z_loss=0.1, return_lse=True, return_entropy=True
             ),
             (logits, target, weight), layouts,
         )  # fmt: skip
@@ -198,7 +198,11 @@ def rows(us: Compared) -> None:
                 exact=False, quiet=False,
             )  # fmt: skip
         probabilities = torch.softmax(torch.randn(8, 11, 5), 1).requires_grad_()
-        us.check(lambda x, t: flash_online.cross_entropy(x, t, reduction="none"), (logits, probabilities), [layouts[0]] * 2)
+        for options in ({}, {"return_entropy": True}):
+            us.check(
+                lambda x, t, o=options: flash_online.cross_entropy(x, t, reduction="none", **o), (logits, probabilities),
+                [layouts[0]] * 2,
+            )  # fmt: skip
     hidden, head, bias, target = leaf(8, 16), leaf(11, 16), leaf(11), torch.randint(0, 11, (8,))
     layouts = [everywhere(mesh, Shard(0)), whole, whole, everywhere(mesh, Shard(0))]
     for options in ({"reduction": "none"}, {"softcap": 3.0, "label_smoothing": 0.1}, {"reduction": "sum", "z_loss": 0.1}):
@@ -207,6 +211,12 @@ def rows(us: Compared) -> None:
             (hidden, head, bias, target), layouts, exact=False, quiet=options == {"reduction": "none"},
         )  # fmt: skip
         assert results[0].shape == ((8,) if options == {"reduction": "none"} else ())
+    us.check(
+        lambda x, w, b, t, s: flash_online.linear_cross_entropy(
+            x, w, t, linear_bias=b, scale=s, reduction="none", return_entropy=True, return_lse=True, top_log_probs=3
+        ),
+        (hidden, head, bias, target, torch.rand(8)), [*layouts, everywhere(mesh, Shard(0))], exact=False,
+    )  # fmt: skip
 
 
 def refused(us: Compared) -> None:

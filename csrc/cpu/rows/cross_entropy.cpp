@@ -82,23 +82,31 @@ struct LossPartial {
   OnlineEntropy<double, FastNatural> entropy;  // if it is wanted
 };
 
-// Adds a chunk of scores, whose largest is `max` and whose weights have the sum `sum`. The weights are computed once more: the
-// chunk is in the cache, and entropies are wanted in few calls.
 template <class E>
-void add_entropy(const E* x, int64_t count, double max, double sum, OnlineEntropy<double, FastNatural>& to) {
+using EntropyOfLanes = OnlineEntropy<Vector<Accumulator<E>>, BaseFor<Accumulator<E>, E, ExpAccuracy::kExact>>;
+
+template <class E>
+FLASH_ONLINE_INLINE void add_to_entropy(EntropyOfLanes<E>& lanes, Vector<Accumulator<E>> score) {
+  const auto weight = lanes.weight(score);
+  lanes.add(weight, weight * lanes.distance(score));
+}
+
+// Adds a chunk of scores, whose largest is `max`. The weights are computed once more, and exactly, as an entropy may be as
+// small as their errors: the chunk is in the cache, and entropies are wanted in few calls.
+template <class E>
+void add_entropy(const E* x, int64_t count, double max, OnlineEntropy<double, FastNatural>& to) {
   using T = Accumulator<E>;
-  OnlineEntropy<Vector<T>, BaseFor<T, E, ExpAccuracy::kSum>> chunk;
-  chunk.max = broadcast(static_cast<T>(max));
-  Vector<T> a = {}, b = {};
+  EntropyOfLanes<E> a, b;
+  a.max = b.max = broadcast(static_cast<T>(max));
   for (int64_t i = 0; i < count; i += kPair<E>) {
     const Pair<T> score = load_partial(x + i, count - i < kPair<E> ? count - i : kPair<E>, lowest<T>());
-    a += chunk.weight(score.a) * chunk.distance(score.a);
-    b += chunk.weight(score.b) * chunk.distance(score.b);
+    add_to_entropy<E>(a, score.a);
+    add_to_entropy<E>(b, score.b);
   }
-  OnlineEntropy<double, FastNatural> whole;
-  whole.max = max;
-  whole.add(sum, sum_of_lanes<T>(a + b));
-  to.merge(whole);
+  OnlineEntropy<double, FastNatural> chunk;
+  chunk.max = max;
+  chunk.add(sum_of_lanes<T>(a.sum + b.sum), sum_of_lanes<T>(a.products + b.products));
+  to.merge(chunk);
 }
 
 // Adds the sums over a chunk of scores x, of which `max` is the largest; share(i, n) returns a pair of a_c.
@@ -184,10 +192,10 @@ struct IndexForwardOp : ForwardOp<E> {
     typename Base::SegmentSums segment;
     this->weights.absorb(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
-        [&](int64_t r, const E* x, int64_t first, int64_t count, double max, T sum) {
+        [&](int64_t r, const E* x, int64_t first, int64_t count, double max, T) {
           const auto weight = [&](int64_t i, int64_t n) { return this->classes.template weights<E>(first + i, n); };
           if (smooth) add_target_sums(x, count, max, weight, segment.shares[r]);
-          if (this->problem.entropy != nullptr) add_entropy(x, count, max, sum, segment.entropy[r]);
+          if (this->problem.entropy != nullptr) add_entropy(x, count, max, segment.entropy[r]);
         },
         NoResult());
     this->add_segment(segment, partial);
@@ -225,14 +233,14 @@ struct ProbabilityForwardOp : ForwardOp<E> {
     typename Base::SegmentSums segment;
     this->weights.absorb(
         begin, end, [&](int64_t r) -> auto& { return partial[r].state; },
-        [&](int64_t r, const E* x, int64_t first, int64_t count, double max, T sum) {
+        [&](int64_t r, const E* x, int64_t first, int64_t count, double max, T) {
           target.read(first, count);
           const E* t = target.row(r);
           const auto share = [&](int64_t i, int64_t n) {
             return this->classes.template weighted_targets<E>(first + i, n, load_partial(t + i, n, T(0)));
           };
           add_target_sums(x, count, max, share, segment.shares[r]);
-          if (this->problem.entropy != nullptr) add_entropy(x, count, max, sum, segment.entropy[r]);
+          if (this->problem.entropy != nullptr) add_entropy(x, count, max, segment.entropy[r]);
         },
         NoResult());
     this->add_segment(segment, partial);
@@ -528,13 +536,15 @@ void short_forward(const RowProblem& problem, const Executor& executor) {
     }
     store_per_row<T>(problem.loss, block, loss);
     store_per_row<T>(problem.row_weight, block, weight);
-    if (problem.entropy != nullptr) {
-      Vector<T> products = {}, entropy = {};
-      for (int64_t c = 0; c < problem.classes; ++c) products += state.weight(x[c]) * distance_below(x[c] - pivot(state.max));
-      for (int64_t r = 0; r < block.rows; ++r) entropy[r] = static_cast<T>(logs[r] - products[r] / state.sum[r]);
-      store_per_row<T>(problem.entropy, block, entropy);
-    }
     store_per_row<T>(problem.lse, block, lse_of<T>(problem.classes, x, state.max, logs));
+    if (problem.entropy == nullptr) return;
+    EntropyOfLanes<E> lanes;
+    lanes.max = state.max;
+    for (int64_t c = 0; c < problem.classes; ++c) add_to_entropy<E>(lanes, x[c]);
+    Vector<T> entropy = {};
+    log_sums<T>(lanes.sum, logs);
+    for (int64_t r = 0; r < block.rows; ++r) entropy[r] = static_cast<T>(logs[r] - lanes.products[r] / lanes.sum[r]);
+    store_per_row<T>(problem.entropy, block, entropy);
   });
 }
 
