@@ -337,45 +337,43 @@ _ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? row_scale, "
     "int ignore_index, float label_smoothing, ScalarType dtype, float scale, float softcap"
 )
-_MORE = "bool return_argmax=False, bool return_entropy=False, int top=0"
+_EXTRAS = "bool return_argmax=False, bool return_entropy=False, int top=0"
 _ROWS = "Tensor loss, Tensor lse, Tensor row_weight, Tensor entropy, Tensor argmax, Tensor top_log_probs, Tensor top_classes"
 _GRADIENTS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias, Tensor grad_target"
-
-
-_CALL = 11  # arguments that all three have
-_RESULTS = 7  # of a row
+CALL_ARGUMENTS = 11  # that all three have: _ARGUMENTS
+_ROW_RESULTS = 7  # of a forward pass: _ROWS
 
 
 def _forward(*arguments):
-    argmax, entropy, top = (*arguments[_CALL:], *(False, False, 0)[len(arguments) - _CALL :])
-    return _run(*arguments[:_CALL], True, argmax=argmax, entropy=entropy, top=top)[:_RESULTS]
+    argmax, entropy, top = (*arguments[CALL_ARGUMENTS:], *(False, False, 0)[len(arguments) - CALL_ARGUMENTS :])
+    return _run(*arguments[:CALL_ARGUMENTS], True, argmax=argmax, entropy=entropy, top=top)[:_ROW_RESULTS]
 
 
 def _backward(*arguments):
-    grad_loss, grad_lse, lse_factor, wanted, *of_entropy = (*arguments[_CALL:], None, None)[:6]
+    grad_loss, grad_lse, lse_factor, wanted, *of_entropy = (*arguments[CALL_ARGUMENTS:], None, None)[:6]
     cotangents = grad_loss, grad_lse, lse_factor, wanted
-    found = _run(*arguments[:_CALL], False, *cotangents, grad_entropy=of_entropy[0], entropy_value=of_entropy[1])
-    return found[_RESULTS:]
+    found = _run(*arguments[:CALL_ARGUMENTS], False, *cotangents, grad_entropy=of_entropy[0], entropy_value=of_entropy[1])
+    return found[_ROW_RESULTS:]
 
 
 def _step(*arguments):
-    grad_loss, lse_factor, wanted, *more = arguments[_CALL:]
-    return _run(*arguments[:_CALL], True, grad_loss, None, lse_factor, wanted, *more)
+    grad_loss, lse_factor, wanted, *extras = arguments[CALL_ARGUMENTS:]
+    return _run(*arguments[:CALL_ARGUMENTS], True, grad_loss, None, lse_factor, wanted, *extras)
 
 
 def _forward_fake(input, linear_weight, linear_bias, target, weight, row_scale, *others):
-    _, _, dtype, _, _, *more = others
-    more = (*more, *(False, False, 0)[len(more) :])
-    return _empty_rows(input, linear_weight.shape[1], accumulator_of(common_dtype(dtype, target)), True, *more)
+    _, _, dtype, _, _, *extras = others
+    extras = (*extras, *(False, False, 0)[len(extras) :])
+    return _empty_rows(input, linear_weight.shape[1], accumulator_of(common_dtype(dtype, target)), True, *extras)
 
 
 def _backward_fake(*arguments):
-    return _empty_gradients(arguments[:4], arguments[_CALL + 3])
+    return _empty_gradients(arguments[:4], arguments[CALL_ARGUMENTS + 3])
 
 
 def _step_fake(*arguments):
-    _, _, wanted, *more = arguments[_CALL:]
-    return *_forward_fake(*arguments[:_CALL], *more), *_empty_gradients(arguments[:4], wanted)
+    _, _, wanted, *extras = arguments[CALL_ARGUMENTS:]
+    return *_forward_fake(*arguments[:CALL_ARGUMENTS], *extras), *_empty_gradients(arguments[:4], wanted)
 
 
 def _forward_flops(input, linear_weight, *others, wanted=_NONE_WANTED, out_shape=None, **kwargs) -> int:
@@ -385,11 +383,11 @@ def _forward_flops(input, linear_weight, *others, wanted=_NONE_WANTED, out_shape
 
 
 def _backward_flops(*arguments, out_shape=None, **kwargs) -> int:
-    return _forward_flops(*arguments, wanted=arguments[_CALL + 3])
+    return _forward_flops(*arguments, wanted=arguments[CALL_ARGUMENTS + 3])
 
 
 def _step_flops(*arguments, out_shape=None, **kwargs) -> int:
-    return _forward_flops(*arguments, wanted=arguments[_CALL + 2])
+    return _forward_flops(*arguments, wanted=arguments[CALL_ARGUMENTS + 2])
 
 
 def _define(name: str, schema: str, run, fake, flops) -> None:
@@ -420,7 +418,7 @@ def _implement(name: str, kernel, device: str) -> None:
 
 _define(
     "linear_cross_entropy_forward",
-    f"({_ARGUMENTS}, {_MORE}) -> ({_ROWS})",
+    f"({_ARGUMENTS}, {_EXTRAS}) -> ({_ROWS})",
     _forward,
     _forward_fake,
     _forward_flops,
@@ -435,7 +433,7 @@ _define(
 )
 _define(
     "linear_cross_entropy_step",
-    f"({_ARGUMENTS}, Tensor grad_loss, Tensor? lse_factor, bool[] wanted, {_MORE}) -> ({_ROWS}, {_GRADIENTS})",
+    f"({_ARGUMENTS}, Tensor grad_loss, Tensor? lse_factor, bool[] wanted, {_EXTRAS}) -> ({_ROWS}, {_GRADIENTS})",
     _step,
     _step_fake,
     _step_flops,

@@ -40,7 +40,7 @@ from ._checks import (
     is_empty,
     none_as_zero,
 )
-from ._linear_cross_entropy_ops import chunk_plan, common_dtype, log_probs_of, top_logits, with_z_gradient
+from ._linear_cross_entropy_ops import CALL_ARGUMENTS, chunk_plan, common_dtype, log_probs_of, top_logits, with_z_gradient
 from ._ops import InvalidArgument, accumulator_of, below_autograd, is_known, ops
 from ._plain import is_compiling
 from .cross_entropy import check_cross_entropy, cross_entropy_rows, entropy_unless_ignored, reduce_rows, reduction_enum
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 # (weight, row_scale), and options = (ignore_index, label_smoothing, dtype of the products, scale, softcap).
 
 
-class _Wanted(NamedTuple):
-    """What a call returns of each row in addition to loss, lse and row weight."""
+class _RowExtras(NamedTuple):
+    """What a call returns of each row in addition to loss, lse and row weight: the last arguments of the raw operators."""
 
     argmax: bool = False
     entropy: bool = False
@@ -62,7 +62,7 @@ class _Wanted(NamedTuple):
 
 
 def _logits_in_chunks(
-    input, linear_weight, linear_bias, target, weight, row_scale, ignore_index, label_smoothing, dtype, scale, softcap, more
+    input, linear_weight, linear_bias, target, weight, row_scale, ignore_index, label_smoothing, dtype, scale, softcap, extras
 ):  # fmt: skip
     """The results of the raw operator in differentiable operations, for derivatives of any order and for torch.func."""
     classes, positions, hidden = linear_weight.shape
@@ -83,14 +83,14 @@ def _logits_in_chunks(
         if row_scale is not None:
             logits = (logits * row_scale[chunk].view(-1, 1, 1)).to(common)
         t, indices = target[chunk], input.new_empty([0], dtype=torch.int64)
-        if more.argmax:
+        if extras.argmax:
             indices = logits.detach().argmax(1)
         if softcap:
             ignored = None if t.is_floating_point() else (t == ignore_index).unsqueeze(1)
             logits = _capped(logits.to(accumulator_of(common)), softcap, ignored)
         t = t.to(logits.dtype) if t.is_floating_point() else t
-        rows_here = cross_entropy_rows(logits, t, weight, ignore_index, label_smoothing, more.entropy)
-        top = top_logits(logits.detach(), more.top)
+        rows_here = cross_entropy_rows(logits, t, weight, ignore_index, label_smoothing, extras.entropy)
+        top = top_logits(logits.detach(), extras.top)
         pieces.append((*rows_here, indices, *log_probs_of(top, rows_here[1].detach())))
     return pieces[0] if len(pieces) == 1 else tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
@@ -128,10 +128,10 @@ class _RowLosses(Function):
     pass computes the logits again."""
 
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, target, weight, row_scale, options, wanted, more):
+    def forward(ctx, input, linear_weight, linear_bias, target, weight, row_scale, options, wanted, extras):
         tensors = input, linear_weight, linear_bias, target, weight, row_scale
-        rows = _call(ops.linear_cross_entropy_forward, *tensors, *options, *more)
-        ctx.save_for_backward(*tensors, rows[3] if more.entropy else None)
+        rows = _call(ops.linear_cross_entropy_forward, *tensors, *options, *extras)
+        ctx.save_for_backward(*tensors, rows[3] if extras.entropy else None)
         ctx.options, ctx.wanted = options, wanted
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)  # lse has a gradient in few calls, and autograd's zeros would be no DTensors
@@ -156,12 +156,12 @@ class _ReducedLoss(Function):
     gradients for an incoming gradient of 1."""
 
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, target, weight, row_scale, options, wanted, more, reduction, z_loss):
+    def forward(ctx, input, linear_weight, linear_bias, target, weight, row_scale, options, wanted, extras, reduction, z_loss):
         tensors = input, linear_weight, linear_bias, target, weight, row_scale
         grad_loss, lse_factor = _cotangents(1.0, linear_weight.shape[0], target, weight, options, reduction, z_loss)
-        found = _call(ops.linear_cross_entropy_step, *tensors, *options, grad_loss, lse_factor, wanted, *more)
+        found = _call(ops.linear_cross_entropy_step, *tensors, *options, grad_loss, lse_factor, wanted, *extras)
         (loss, lse, row_weight, entropy, *others), grads = found[:7], found[7:]
-        kept = (entropy if more.entropy else None, *(grad if w else None for grad, w in zip(grads, wanted, strict=True)))
+        kept = (entropy if extras.entropy else None, *(grad if w else None for grad, w in zip(grads, wanted, strict=True)))
         ctx.save_for_backward(*tensors, *kept)
         ctx.options, ctx.wanted, ctx.reduction, ctx.z_loss = options, wanted, reduction, z_loss
         if not torch.compiler.is_compiling():
@@ -203,10 +203,11 @@ def _gradients(tensors, options, wanted, grad_loss, grad_lse, lse_factor, grad_e
 
 @composite(ops.linear_cross_entropy_forward)
 def _rows(*arguments):
-    tensors, constants, options, more = arguments[:4], arguments[4:6], arguments[6:11], _Wanted(*arguments[11:])
+    call, extras = arguments[:CALL_ARGUMENTS], _RowExtras(*arguments[CALL_ARGUMENTS:])
+    tensors, constants, options = call[:4], call[4:6], call[6:]
     if eager_transforms_active() or is_differentiated(constants[0]):
-        return _logits_in_chunks(*tensors, *constants, *options, more)
-    return _RowLosses.apply(*tensors, *constants, options, _require_grad(tensors), more)
+        return _logits_in_chunks(*tensors, *constants, *options, extras)
+    return _RowLosses.apply(*tensors, *constants, options, _require_grad(tensors), extras)
 
 
 @composite(ops.linear_cross_entropy_backward)
@@ -254,8 +255,8 @@ def _gradients_in_one_table(
 
 @composite(ops.linear_cross_entropy_step)
 def _step(*arguments):
-    call, (grad_loss, lse_factor, wanted, *more) = arguments[:11], arguments[11:]
-    rows = ops.linear_cross_entropy_forward.default(*call, *more)
+    call, (grad_loss, lse_factor, wanted, *extras) = arguments[:CALL_ARGUMENTS], arguments[CALL_ARGUMENTS:]
+    rows = ops.linear_cross_entropy_forward.default(*call, *extras)
     return *rows, *ops.linear_cross_entropy_backward.default(*call, grad_loss, None, lse_factor, wanted)
 
 
@@ -298,16 +299,16 @@ def _class_weights(weight: Tensor | None, dtype: torch.dtype, target: Tensor) ->
     return None if weight is None else weight.to(accumulator_of(common_dtype(dtype, target))).contiguous()
 
 
-def _row_losses(tensors, weight, row_scale, options, more: _Wanted):
+def _row_losses(tensors, weight, row_scale, options, extras: _RowExtras):
     """The raw operator's results, computed in the cheapest way with the derivatives that may be requested."""
     leaves = tensors if weight is None else (*tensors, weight)
     if transforms_active() or (torch.is_grad_enabled() and weight is not None and weight.requires_grad):
-        return _logits_in_chunks(*tensors, weight, row_scale, *options, more)
+        return _logits_in_chunks(*tensors, weight, row_scale, *options, extras)
     (_, _, _, target), (_, _, dtype, *_) = tensors, options
     weight = _class_weights(weight, dtype, target)
     if torch.is_grad_enabled() and any(_require_grad(leaves)) and not dispatches():
-        return _RowLosses.apply(*tensors, weight, row_scale, options, _require_grad(tensors), more)
-    return _call(ops.linear_cross_entropy_forward, *tensors, weight, row_scale, *options, *more)
+        return _RowLosses.apply(*tensors, weight, row_scale, options, _require_grad(tensors), extras)
+    return _call(ops.linear_cross_entropy_forward, *tensors, weight, row_scale, *options, *extras)
 
 
 def _computes_gradients_forward(tensors, weight, dtype, reduction: int, returns_rows: bool) -> bool:
@@ -458,15 +459,15 @@ def linear_cross_entropy_impl(
     if row_scale is not None:
         row_scale = row_scale.detach().flatten().to(accumulator_of(products))
     tensors, options = (input, linear_weight, linear_bias, target), (ignore_index, label_smoothing, products, scale, softcap)
-    more = _Wanted(return_argmax, return_entropy, top_log_probs)
+    extras = _RowExtras(return_argmax, return_entropy, top_log_probs)
     if shard is None and _computes_gradients_forward(tensors, weight, products, reduction, return_lse or return_entropy):
         weight = _class_weights(weight, products, target)
         result, lse, entropy, argmax, *top = _ReducedLoss.apply(
-            *tensors, weight, row_scale, options, _require_grad(tensors), more, reduction, z_loss
+            *tensors, weight, row_scale, options, _require_grad(tensors), extras, reduction, z_loss
         )
     else:
         row_losses = _row_losses if shard is None else shard.row_losses
-        loss, lse, row_weight, entropy, argmax, *top = row_losses(tensors, weight, row_scale, options, more)
+        loss, lse, row_weight, entropy, argmax, *top = row_losses(tensors, weight, row_scale, options, extras)
         result = reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction, z_loss)
     results = [result]
     if return_z_loss:  # the loss of rows with cross-entropy 0

@@ -113,10 +113,10 @@ class _ShardRows(Function):
     dtype and rounded once."""
 
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, target, row_scale, smooth, options, more, group):
-        rows = shard_rows((input, linear_weight, linear_bias), target, row_scale, smooth, options, *more)
-        differentiable = rows[: len(rows) - 2 * (more.top + more.argmax)]
-        entropy = differentiable[-1] if more.entropy else None
+    def forward(ctx, input, linear_weight, linear_bias, target, row_scale, smooth, options, extras, group):
+        rows = shard_rows((input, linear_weight, linear_bias), target, row_scale, smooth, options, *extras)
+        differentiable = rows[: len(rows) - 2 * (extras.top + extras.argmax)]
+        entropy = differentiable[-1] if extras.entropy else None
         ctx.save_for_backward(input, linear_weight, linear_bias, target, row_scale, smooth, entropy)
         ctx.options, ctx.group, ctx.differentiable = options, group, len(differentiable)
         return rows
@@ -159,7 +159,7 @@ class _Shard:
         self.firsts = [first for first, _ in shards]
         self.first, self.count = shards[group.rank]
 
-    def row_losses(self, tensors, weight, row_scale, options, more):
+    def row_losses(self, tensors, weight, row_scale, options, extras):
         """(loss, lse, row_weight, entropy, argmax, top_log_probs, top_classes) of the whole vocabulary, as in
         linear_cross_entropy."""
         *tensors, target = tensors
@@ -174,7 +174,7 @@ class _Shard:
             smooth = target.new_ones([self.count], dtype=accumulator)
             if weight is not None:
                 smooth, total = weight[self.first : self.first + self.count].contiguous(), weight.sum()
-        rows = _ShardRows.apply(*tensors, local, row_scale, smooth, tuple(options), more, self.group)
+        rows = _ShardRows.apply(*tensors, local, row_scale, smooth, tuple(options), extras, self.group)
         rows = _Gather.apply(rows, self.group)
         lse = _Merge.apply(rows[:, 0])
         loss = (lse - rows[:, 1].sum(0)).masked_fill(ignored, 0)
@@ -190,12 +190,12 @@ class _Shard:
             uniform = (total * lse - rows[:, 2].sum(0)).masked_fill(ignored, 0)
             loss = (1 - label_smoothing) * loss + label_smoothing / max(self.classes, 1) * uniform
         entropy, argmax, found, first = None, None, rows.detach(), 2 + (smooth is not None)
-        if more.entropy:
+        if extras.entropy:
             entropy = _merged_entropy(rows[:, first], rows[:, 0], ignored)
-        if more.argmax:
+        if extras.argmax:
             argmax = self._argmax(found)
-        first += more.entropy
-        top = self._top(found[:, first : first + 2 * more.top], lse.detach(), more.top) if more.top else ()
+        first += extras.entropy
+        top = self._top(found[:, first : first + 2 * extras.top], lse.detach(), extras.top) if extras.top else ()
         return loss, lse, row_weight, entropy, argmax, *top
 
     def _top(self, rows: Tensor, lse: Tensor, top: int) -> tuple[Tensor, Tensor]:
