@@ -77,6 +77,9 @@ def rows(logits: Tensor) -> None:
 def losses(logits: Tensor, hidden: Tensor, weight: Tensor, target: Tensor) -> None:
     assert_type(flash_online.cross_entropy(logits, target, None, reduction="sum", z_loss=1e-4), Tensor)
     assert_type(flash_online.cross_entropy(logits, target, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(
+        flash_online.cross_entropy(logits, target, None, return_lse=True, return_entropy=True), tuple[Tensor, Tensor, Tensor]
+    )
     assert_type(flash_online.linear_cross_entropy(hidden, weight, target, label_smoothing=0.1), Tensor)
     loss, _ = flash_online.linear_cross_entropy(hidden, weight, target, linear_bias=None, ignore_index=1, return_lse=True)
     assert_type(loss, Tensor)
@@ -84,6 +87,10 @@ def losses(logits: Tensor, hidden: Tensor, weight: Tensor, target: Tensor) -> No
     assert_type(capped, tuple[Tensor, Tensor])
     logged = flash_online.linear_cross_entropy(hidden, weight, target, z_loss=1e-4, return_z_loss=True, return_argmax=True)
     assert_type(logged, tuple[Tensor, Tensor, Tensor])
+    entropy = flash_online.linear_cross_entropy(hidden, weight, target, scale=logits[:, 0], return_entropy=True)
+    assert_type(entropy, tuple[Tensor, Tensor])
+    likely = flash_online.linear_cross_entropy(hidden, weight, target, top_log_probs=5)
+    assert_type(likely, Tensor | tuple[Tensor, ...])
     assert_type(flash_online.reference.linear_cross_entropy(hidden, weight, target, softcap=30.0), Tensor)
     assert_type(F.cross_entropy(logits, target, ignore_index=1), Tensor)
     assert_type(F.linear_cross_entropy(hidden, weight, target, reduction="none"), Tensor)
