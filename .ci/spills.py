@@ -37,7 +37,7 @@ KNOWN = [
     (r"attention_backward(_dq)?_sm80" + HALF + r"\d+, \(Variant\)[45]", 764, "all options, sparsity among them"),
     (r"attention_backward(_dq)?_sm80" + HALF, 344, "general kernels: a Hopper GPU has better ones up to head dim 256"),
     (r"large_rows_kernel<", 12, "doubles of every option: docs/design/large_scores.md"),
-    (r"mask_grad_sm80<float>", 632, "float32: three bf16 digits per operand"),
+    (r"mask_grad_sm80<float>", 656, "float32: three bf16 digits per operand, and lists of blocks"),
     (r"mask_grad_sm80<", 60, "a tile of the mask's gradient and the scores"),
     (r"attention_decode" + HALF + r"(64|96), ", 20, "two tiles of 16 rows per warp"),
     (r"attention_decode" + HALF + r"128, ", 308, "two tiles of 16 rows per warp (docs/lab/decode.md)"),
