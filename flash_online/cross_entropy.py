@@ -78,7 +78,7 @@ class CrossEntropy(Description):
             d_lse = (row.p * d_x).sum(1)
             d_loss = row.unless_ignored(row.total * d_lse - (row.a * d_x).sum(1))
             if ctx.return_entropy:
-                d_entropy = -(row.p * row.surprise() * d_x).sum(1)
+                d_entropy = (row.entropy_gradient() * d_x).sum(1)
         if d_target is not None and target.is_floating_point():  # for class indices functorch passes zeros
             d_loss = d_loss - (d_target.to(row.p.dtype) * row.scale * row.log_p).sum(1)
         return d_loss, d_lse, torch.zeros_like(row.total), d_entropy if ctx.return_entropy else d_lse.new_zeros(0)
@@ -119,9 +119,8 @@ class CrossEntropyBackward(Description):
         grad_of_input = row.times(row.unless_ignored(g * row.total) + h, row.p * (v - mean.unsqueeze(1)))
         grad_of_e = None
         if e is not None:
-            surprise, centred = row.surprise(), v - mean.unsqueeze(1)
-            grad_of_e = -(row.p * surprise * v).sum(1)
-            grad_of_input = grad_of_input - row.times(e, row.p * (centred * (surprise + 1) + grad_of_e.unsqueeze(1)))
+            grad_of_e, of_gradient = row.entropy_along(v)
+            grad_of_input = grad_of_input + row.times(e, of_gradient)
         grad_of_target = None
         if ctx.needs_input_grad[3]:
             grad_of_target = (g.unsqueeze(1) * row.scale * (mean.unsqueeze(1) - v)).to(target.dtype)
@@ -148,15 +147,13 @@ class CrossEntropyBackward(Description):
         if d_h is not None:
             d_grad_input = d_grad_input + row.times(d_h, row.p)
         if d_e is not None:
-            d_grad_input = d_grad_input - row.times(d_e, row.p * row.surprise())
+            d_grad_input = d_grad_input + row.times(d_e, row.entropy_gradient())
         if d_input is not None:
             d_x = d_input.to(row.p.dtype)
             centred = d_x - inner_product(row.p, d_x, 1)
             d_grad_input = d_grad_input + row.times(row.unless_ignored(g * row.total) + h, row.p * centred)
             if e is not None:
-                surprise = row.surprise()
-                mean = (row.p * surprise * d_x).sum(1, keepdim=True)
-                d_grad_input = d_grad_input - row.times(e, row.p * (centred * (surprise + 1) - mean))
+                d_grad_input = d_grad_input + row.times(e, row.entropy_along(d_x)[1])
             if ctx.target_grad:
                 d_grad_target = d_grad_target - g.unsqueeze(1) * row.scale * centred
         if d_target is not None and target.is_floating_point():
@@ -192,10 +189,16 @@ class _RowTerms:
             self.a = smooth.masked_fill(self.ignored.unsqueeze(1), 0)
         self.total = self.a.sum(1)
 
-    def surprise(self) -> Tensor:
-        """log p + entropy [N, C, ...], the mean of which is 0 under p; `entropy` where p is 0."""
+    def entropy_gradient(self) -> Tensor:
+        """-p (log p + entropy) [N, C, ...], the gradient of the entropy in the logits; 0 where p is 0."""
         log_p = self.log_p.masked_fill(self.log_p == -float("inf"), 0)
-        return log_p - (self.p * log_p).sum(1, keepdim=True)
+        return self.p * (inner_product(self.p, log_p, 1) - log_p)
+
+    def entropy_along(self, direction: Tensor) -> tuple[Tensor, Tensor]:
+        """The derivatives of the entropy [N, ...] and of its gradient [N, C, ...] along a direction of the logits."""
+        gradient, centred = self.entropy_gradient(), direction - inner_product(self.p, direction, 1)
+        slope = (gradient * direction).sum(1)
+        return slope, gradient * centred - self.p * (centred + slope.unsqueeze(1))
 
     def unless_ignored(self, rows: Tensor) -> Tensor:
         return rows if self.ignored is None else rows.masked_fill(self.ignored, 0)

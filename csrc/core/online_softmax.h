@@ -172,8 +172,8 @@ FLASH_ONLINE_HD T distance_below(T distance) {
   return maximum(T{} - 10000, distance);
 }
 
-// The partial result of a row whose entropy is wanted: with d = `sum` and w = `products`, the sum of weight(score) * (score -
-// max), the entropy of the softmax is log d - w / d. T is the type of both sums.
+// The partial result of a row whose entropy is wanted. `products` is the sum of weight(score) * (score - max) over the scores.
+// The entropy of the softmax is log(sum) - products / sum. T is the type of both sums.
 template <class T, class Base = Natural, class Max = T>
 struct OnlineEntropy : OnlineSoftmax<T, Base, Max> {
   using State = OnlineSoftmax<T, Base, Max>;
@@ -185,7 +185,8 @@ struct OnlineEntropy : OnlineSoftmax<T, Base, Max> {
     return distance_below(static_cast<T>(score - pivot(this->max)));
   }
 
-  // As OnlineSoftmax's: every distance grows by that of the maximum, in the sum of products by as much per weight.
+  // As OnlineSoftmax's. Every score is farther below the new maximum by the same distance, so that `products` changes by the
+  // old sum times this distance before it is rescaled.
   FLASH_ONLINE_HD T raise_max(Max block_max) {
     const Max old = this->max;
     const T old_sum = this->sum, factor = State::raise_max(block_max);

@@ -50,6 +50,11 @@ class Row {
   }
   T* data() const { return data_; }
   int64_t size() const { return size_; }
+  T max() const {
+    T max = -std::numeric_limits<T>::infinity();
+    for (int64_t i = 0; i < size_; ++i) max = maximum(max, data_[i]);
+    return max;
+  }
 
  private:
   py::buffer_info info_;
@@ -57,6 +62,15 @@ class Row {
   T* data_ = nullptr;
   int64_t size_ = 0;
 };
+
+// The state that has absorbed the scores one by one.
+template <class State, class T>
+State absorbed(const py::object& scores) {
+  State state;
+  const Row<T> row(scores, "scores", false);
+  for (int64_t i = 0; i < row.size(); ++i) state.absorb(row.data()[i]);
+  return state;
+}
 
 template <class T, class Base>
 void bind_state(py::module_& m, const char* name) {
@@ -75,13 +89,7 @@ void bind_state(py::module_& m, const char* name) {
                     "A partial result of online softmax: the maximum of a set of scores and the sum of exp(score - max).")
       .def(py::init<>(), "The empty set: max -inf, sum 0.")
       .def(py::init([](T max, T sum) { return State{max, sum}; }), py::arg("max"), py::arg("sum"))
-      .def(py::init([](const py::object& scores) {
-             State state;
-             const Row<T> row(scores, "scores", false);
-             for (int64_t i = 0; i < row.size(); ++i) state.absorb(row.data()[i]);
-             return state;
-           }),
-           py::arg("scores"), "Absorbs the scores one by one.")
+      .def(py::init(&absorbed<State, T>), py::arg("scores"), "Absorbs the scores one by one.")
       .def_readonly("max", &State::max)
       .def_readonly("sum", &State::sum)
       .def("absorb", &State::absorb, py::arg("score"), "Adds a score; returns the factor that the old sum was multiplied by.")
@@ -89,9 +97,8 @@ void bind_state(py::module_& m, const char* name) {
           "absorb_block",
           [](State& state, const py::object& scores) {
             const Row<T> row(scores, "scores", false);
-            T max = -std::numeric_limits<T>::infinity(), sum = 0;
-            for (int64_t i = 0; i < row.size(); ++i) max = maximum(max, row.data()[i]);
-            const T factor = state.raise_max(max);
+            const T factor = state.raise_max(row.max());
+            T sum = 0;
             for (int64_t i = 0; i < row.size(); ++i) sum += state.weight(row.data()[i]);
             state.add(sum);
             return factor;
@@ -129,13 +136,7 @@ void bind_entropy(py::module_& m, const char* name) {
                     "A partial result of online softmax with the sum of exp(score - max) * (score - max), which gives the "
                     "entropy of the softmax.")
       .def(py::init<>(), "The empty set: max -inf, sums 0.")
-      .def(py::init([](const py::object& scores) {
-             State state;
-             const Row<T> row(scores, "scores", false);
-             for (int64_t i = 0; i < row.size(); ++i) state.absorb(row.data()[i]);
-             return state;
-           }),
-           py::arg("scores"), "Absorbs the scores one by one.")
+      .def(py::init(&absorbed<State, T>), py::arg("scores"), "Absorbs the scores one by one.")
       .def_property_readonly("max", [](const State& state) { return state.max; })
       .def_property_readonly("sum", [](const State& state) { return state.sum; })
       .def_property_readonly("products", [](const State& state) { return state.products; })
@@ -143,9 +144,8 @@ void bind_entropy(py::module_& m, const char* name) {
           "absorb_block",
           [](State& state, const py::object& scores) {
             const Row<T> row(scores, "scores", false);
-            T max = -std::numeric_limits<T>::infinity(), sum = 0, products = 0;
-            for (int64_t i = 0; i < row.size(); ++i) max = maximum(max, row.data()[i]);
-            const T factor = state.raise_max(max);
+            const T factor = state.raise_max(row.max());
+            T sum = 0, products = 0;
             for (int64_t i = 0; i < row.size(); ++i) {
               const T score = row.data()[i], weight = state.weight(score);
               sum += weight;

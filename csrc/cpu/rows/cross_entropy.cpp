@@ -91,8 +91,8 @@ FLASH_ONLINE_INLINE void add_to_entropy(EntropyOfLanes<E>& lanes, Vector<Accumul
   lanes.add(weight, weight * lanes.distance(score));
 }
 
-// Adds a chunk of scores, whose largest is `max`. The weights are computed once more, and exactly, as an entropy may be as
-// small as their errors: the chunk is in the cache, and entropies are wanted in few calls.
+// Adds a chunk of scores, whose largest is `max`. The loss has computed their weights, but not exactly, and an entropy may be
+// as small as these errors. So the weights are computed again, while the chunk is in the cache.
 template <class E>
 void add_entropy(const E* x, int64_t count, double max, OnlineEntropy<double, FastNatural>& to) {
   using T = Accumulator<E>;
