@@ -34,11 +34,39 @@ OPS = torch.ops.flash_online
 TRUTH_ROWS = 1024  # rows that the reference computes at a time
 FOUR_PRODUCTS, OUR_LOSS_ALONE = f"{OURS}, four products", "torch's linear, our cross_entropy"
 WITH_ENTROPY = f"{OURS}, with entropy"  # and the loss's gradient alone
-PEERS = ("torch", "torch.compile", FOUR_PRODUCTS, WITH_ENTROPY, OUR_LOSS_ALONE)
 
 
 def plain(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
     return torch_functional.cross_entropy(torch_functional.linear(x, w), target)
+
+
+def _liger(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    return LigerFusedLinearCrossEntropyFunction.apply(x, w, target)[0]
+
+
+def _liger_scaled(x: Tensor, w: Tensor, target: Tensor, return_entropy: bool = False) -> Tensor:
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+
+    found = LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, target, return_entropy=return_entropy)
+    return (found[0] if return_entropy else found).mean()
+
+
+def _quack(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy(x, w, target)
+
+
+# Peers that may not be installed: whatever their first step raises is the reason why they are left out.
+OPTIONAL = {
+    "Liger": _liger,
+    "Liger, scaled": _liger_scaled,
+    "Liger, scaled, with entropy": functools.partial(_liger_scaled, return_entropy=True),
+    "quack": _quack,
+}
+PEERS = ("torch", "torch.compile", FOUR_PRODUCTS, WITH_ENTROPY, OUR_LOSS_ALONE, *OPTIONAL)
 
 
 def cases(rows: list[int], width: int, classes: int, dtype: str, quick: bool) -> list[Case]:
@@ -70,7 +98,7 @@ def providers(device: str, wanted: list[str] | None, chunks: list[int]) -> dict[
         FOUR_PRODUCTS: lambda x, w, t: flash_online.linear_cross_entropy(x, w, t, reduction="none").mean(),
         WITH_ENTROPY: lambda x, w, t: flash_online.linear_cross_entropy(x, w, t, return_entropy=True)[0],
         OUR_LOSS_ALONE: lambda x, w, t: our_functional.cross_entropy(torch_functional.linear(x, w), t),
-    }
+    } | (OPTIONAL if device == "cuda" else {})
     ours = our_functional.linear_cross_entropy
     found = {OURS: (ours, nullcontext)}
     found |= {f"{OURS}, chunks of {mib} MiB": (ours, functools.partial(budget, mib)) for mib in chunks}
@@ -112,6 +140,11 @@ def check(case: Case, functions: dict, tensors: tuple, result: dict) -> dict[str
                 extra = testing.peak_extra_bytes(step, device=x.device.type)
         except torch.OutOfMemoryError:
             result["unavailable"][name] = "out of memory"
+            continue
+        except Exception as error:
+            if name not in OPTIONAL:
+                raise
+            result["unavailable"][name] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             continue
         errors = [testing.error(a, b).max / b.abs().max().item() for a, b in zip(parts, expected, strict=True)]
         if name == "torch":

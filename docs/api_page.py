@@ -32,6 +32,7 @@ SECTIONS = (
         spans,
         ["documents", "prefix", "tree", "shared_prefix", "padding", "sink_window", "from_flashmask", "to_mask", "Spans"],
     ),
+    ("Statistics", "[What they are for](statistics.md).", flash_online, ["attention_weight_sums"]),
     ("Blocks", "[Sparse attention](blocks.md) by lists of blocks.", flash_online, ["BlockList", "block_scores"]),
     ("Softmax and top k", "", flash_online, ["softmax", "log_softmax", "logsumexp", "topk_softmax"]),
     ("Losses", "", flash_online, ["cross_entropy", "linear_cross_entropy"]),
@@ -59,7 +60,16 @@ SECTIONS = (
         "Plain PyTorch in any dtype: what tests compare with. Arguments are those of the functions above.",
         reference,
         ["attention", "varlen_attention", "merge_attention", "kvcache_attention", "cascade_attention", "cache_append"]
-        + ["block_scores", "softmax", "log_softmax", "logsumexp", "topk_softmax", "cross_entropy", "linear_cross_entropy"]
+        + [
+            "attention_weight_sums",
+            "block_scores",
+            "softmax",
+            "log_softmax",
+            "logsumexp",
+            "topk_softmax",
+            "cross_entropy",
+            "linear_cross_entropy",
+        ]
         + ["dropout_keep"],
     ),
     (

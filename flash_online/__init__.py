@@ -26,6 +26,7 @@ from .merge import merge_attention
 from .override import disable, enable, override
 from .softmax import log_softmax, logsumexp, softmax, topk_softmax
 from .varlen import varlen_attention
+from .weight_sums import attention_weight_sums
 
 if TYPE_CHECKING:  # __getattr__ imports them
     from . import distributed as distributed
@@ -37,6 +38,8 @@ SAC_SAVE_OPS = [
     ops.attention_forward.default,
     ops.attention_training.default,
     ops.attention_varlen_forward.default,
+    ops.attention_forward_with_max_logit.default,
+    ops.attention_varlen_forward_with_max_logit.default,
     ops.linear_cross_entropy_forward.default,
     ops.linear_cross_entropy_step.default,
 ]
@@ -49,6 +52,7 @@ __all__ = [
     "Plan",
     "SAC_SAVE_OPS",
     "attention",
+    "attention_weight_sums",
     "block_scores",
     "cache_append",
     "cascade_attention",

@@ -85,11 +85,11 @@ def check_types(tensors: dict, optional: dict, flags: dict) -> None:
 def check_attention(
     query, key, value, mask, heads_dim, *,
     causal, window, alignment, softcap, alibi_slopes, sinks, dropout_p, scale, return_lse, deterministic, query_spans=None,
-    key_spans=None,
+    key_spans=None, return_max_logit=False,
 ) -> None:  # fmt: skip
     """Raises TypeError or InvalidArgument unless these arguments of `attention` or `varlen_attention` have the right types, and
     the options are valid."""
-    flags = {"causal": causal, "return_lse": return_lse}
+    flags = {"causal": causal, "return_lse": return_lse, "return_max_logit": return_max_logit}
     if deterministic is not None:
         flags["deterministic"] = deterministic
     optional = {"mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks, "query_spans": query_spans, "key_spans": key_spans}

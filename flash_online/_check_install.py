@@ -19,7 +19,8 @@ from . import _info, _self_check, reference
 from ._self_check import Call, require
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INFERENCE = ("kvcache_attention", "cascade_attention", "cache_append", "block_scores")  # without gradients
+# Without gradients.
+INFERENCE = ("kvcache_attention", "cascade_attention", "cache_append", "attention_weight_sums", "block_scores")
 
 
 def own(name: str, **arguments: Any) -> Call:
@@ -78,8 +79,8 @@ def row_calls(generator: torch.Generator) -> Iterator[Call]:
 
 
 def attention_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]:
-    """The calls of attention, varlen_attention, kvcache_attention, cascade_attention, cache_append, merge_attention and
-    block_scores."""
+    """The calls of attention, varlen_attention, kvcache_attention, cascade_attention, cache_append, merge_attention,
+    attention_weight_sums and block_scores."""
 
     def heads(*shape: int) -> dict[str, Tensor]:
         """query, key and value, of [batch, heads of query, heads of key and value, queries, keys] or without the batch."""
@@ -92,6 +93,7 @@ def attention_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]
     yield own("attention", **heads(2, 4, 4, 80, 80), causal=True)
     yield own("attention", **heads(2, 4, 2, 70, 90), mask=seen, return_lse=True)
     yield own("attention", **heads(2, 4, 4, 70, 90), mask=bias, softcap=10.0, scale=0.2)
+    yield own("attention", **heads(2, 4, 2, 70, 90), causal=True, return_max_logit=True)
     options = {"causal": True, "window": (33, 0), "alignment": "lower_right", "return_lse": True}
     yield own("attention", **heads(2, 4, 1, 70, 90), alibi_slopes=slopes, sinks=sinks, **options)
 
@@ -120,6 +122,8 @@ def attention_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]
 
     scored = heads(2, 4, 2, 150, 170)
     del scored["value"]
+    lse = torch.rand(2, 4, 150, generator=generator) + 5
+    yield own("attention_weight_sums", **scored, lse=lse, causal=True, last=64)
     yield own("block_scores", **scored, size=(64, 64))
     yield own("block_scores", **scored, size=(128, 64), reduce="max", causal=True)
 

@@ -213,13 +213,17 @@ def _attention_forward_fake(
     return out, _accumulator(query, query.shape[:-1]), _accumulator(query, query.shape[:-1])
 
 
-def _attention_forward_vmap(info, in_dims, query, key, value, mask, alibi_slopes, sinks, rng, *options):
+def _attention_forward_with_max_logit_fake(query, *args, **kwargs):
+    return *_attention_forward_fake(query, *args, **kwargs), query.new_empty(query.shape[:-2], dtype=torch.float32)
+
+
+def _attention_forward_vmap(info, in_dims, *args, operator=ops.attention_forward.default):
+    query, key, value, mask, alibi_slopes, sinks, rng, *options = args
     dims = _tensor_dims(in_dims)
     if rng is not None or dims.sinks is not None:  # dropout depends on the batch index; sinks have no batch dimension
-        args = (query, key, value, mask, alibi_slopes, sinks, rng, *options)
-        return _one_by_one(ops.attention_forward.default, info, in_dims, args)
+        return _one_by_one(operator, info, in_dims, args)
     size = info.batch_size
-    results = ops.attention_forward.default(
+    results = operator(
         _front(query, dims.query, size),
         _front(key, dims.key, size),
         _front(value, dims.value, size),
@@ -229,7 +233,12 @@ def _attention_forward_vmap(info, in_dims, query, key, value, mask, alibi_slopes
         rng,
         *_with_sparsity_in_front(options, in_dims[7:], size),
     )
-    return results, (0, 0, 0)
+    return results, (0,) * len(results)
+
+
+_attention_forward_with_max_logit_vmap = functools.partial(
+    _attention_forward_vmap, operator=ops.attention_forward_with_max_logit.default
+)
 
 
 def _with_sparsity_in_front(options, in_dims, size) -> list:
@@ -262,6 +271,12 @@ def _attention_forward_flops(query, key, value, *args, out_shape=None, **kwargs)
 
 
 _register("attention_forward", _attention_forward_fake, _attention_forward_vmap, _attention_forward_flops)
+_register(
+    "attention_forward_with_max_logit",
+    _attention_forward_with_max_logit_fake,
+    _attention_forward_with_max_logit_vmap,
+    _attention_forward_flops,
+)
 
 
 def _attention_inference_fake(query, key, value, causal, scale, tf32=False):
@@ -389,8 +404,17 @@ def _attention_varlen_forward_fake(query, key, value, cu_seqlens_q, cu_seqlens_k
     return out, _accumulator(query, lse_sizes), _accumulator(query, lse_sizes)
 
 
+def _attention_varlen_forward_with_max_logit_fake(query, key, value, cu_seqlens_q, *args, **kwargs):
+    results = _attention_varlen_forward_fake(query, key, value, cu_seqlens_q, *args, **kwargs)
+    return *results, query.new_empty([cu_seqlens_q.shape[0] - 1, query.shape[1]], dtype=torch.float32)
+
+
 def _attention_varlen_forward_vmap(info, in_dims, *args):
     return _one_by_one(ops.attention_varlen_forward.default, info, in_dims, args)
+
+
+def _attention_varlen_forward_with_max_logit_vmap(info, in_dims, *args):
+    return _one_by_one(ops.attention_varlen_forward_with_max_logit.default, info, in_dims, args)
 
 
 def _varlen_lengths(cu_seqlens: Tensor, max_seqlen: int) -> list[int]:
@@ -420,6 +444,13 @@ _register(
     "attention_varlen_forward",
     _attention_varlen_forward_fake,
     _attention_varlen_forward_vmap,
+    _attention_varlen_forward_flops,
+    get_raw=True,
+)
+_register(
+    "attention_varlen_forward_with_max_logit",
+    _attention_varlen_forward_with_max_logit_fake,
+    _attention_varlen_forward_with_max_logit_vmap,
     _attention_varlen_forward_flops,
     get_raw=True,
 )
@@ -506,6 +537,24 @@ def _cache_append_fake(key_cache, value_cache, key, value, query, *rest):
 
 
 _register("cache_append_", _cache_append_fake, _no_vmap("cache_append_"), _no_flops)
+
+
+def _attention_weight_sums_fake(query, key, lse, window_left, window_right, offset, scale, softcap):
+    return query.new_empty([*query.shape[:-2], key.shape[-2]], dtype=torch.float32)
+
+
+def _attention_weight_sums_vmap(info, in_dims, *args):
+    tensors, options, size = args[:3], args[3:], info.batch_size
+    query, key, lse = (_front(tensor, dim, size) for tensor, dim in zip(tensors, in_dims[:3], strict=True))
+    sums = ops.attention_weight_sums.default(query.flatten(0, 1), key.flatten(0, 1), lse.flatten(0, 1), *options)
+    return sums.unflatten(0, query.shape[:2]), 0
+
+
+def _attention_weight_sums_flops(query, key, *args, out_shape=None, **kwargs) -> int:
+    return 2 * math.prod(query[:-1]) * key[-2] * query[-1]
+
+
+_register("attention_weight_sums", _attention_weight_sums_fake, _attention_weight_sums_vmap, _attention_weight_sums_flops)
 
 
 def _block_tiles_fake(counts, indices, rows, columns, queries, keys):

@@ -24,6 +24,7 @@ OPERATORS = {
     "cascade_attention": "attention_cached",
     "cache_append": "cache_append_",
     "merge_attention": "attention_merge",
+    "attention_weight_sums": "attention_weight_sums",
     "softmax": "softmax_forward",
     "log_softmax": "softmax_forward",
     "logsumexp": "logsumexp_forward",

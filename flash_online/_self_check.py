@@ -33,7 +33,7 @@ INTEGRATIONS = {
     "flash_attn": "compat._check",
     "distributed": "distributed._check",
 }
-SINGLE = ("sinks", "alibi_slopes", "lses", "rotary")  # tensors that stay float32 with 16-bit ones
+SINGLE = ("sinks", "alibi_slopes", "lses", "lse", "rotary")  # tensors that stay float32 with 16-bit ones
 CONSTANT = ("weight", "alibi_slopes")  # no gradient is computed
 
 
@@ -141,7 +141,7 @@ class Call:
         results = results if isinstance(results, tuple) else (results,)
         found = {f"result {i}": t.detach() for i, t in enumerate(results)}
         if wanted:
-            outputs, generator = [t for t in results if t.is_floating_point()], torch.Generator().manual_seed(1)
+            outputs, generator = [t for t in results if t.requires_grad], torch.Generator().manual_seed(1)
             # Multiples of 1/16 below 8 in magnitude are exact in every dtype.
             draws = [torch.randn(t.shape, generator=generator).clamp(-7, 7) * 16 for t in outputs]
             grads = [(draw.round() / 16).to(t) for draw, t in zip(draws, outputs, strict=True)]

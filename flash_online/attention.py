@@ -63,16 +63,64 @@ class _DenseKeywords(AttentionKeywords, SpanKeywords, total=False):
 
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[_DenseKeywords]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[_DenseKeywords],
 ) -> Tensor: ...
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[_DenseKeywords]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[_DenseKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[_DenseKeywords]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    **options: Unpack[_DenseKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[_DenseKeywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: bool,
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[_DenseKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: bool = ...,
+    return_max_logit: bool,
+    **options: Unpack[_DenseKeywords],
+) -> Tensor | tuple[Tensor, ...]: ...
 @without_others
 def attention(
     query: Tensor,
@@ -92,15 +140,15 @@ def attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool | None = None,
     **others: object,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, computed block by block in memory linear in the lengths.
 
     The position of query i is p = i (`alignment="upper_left"`) or p = i + S - L (`"lower_right"`). A score starts as
     `scale * query . key`; then `softcap * tanh(score / softcap)` is applied, ALiBi's `-slope * |p - j|` is added, and last the
-    float mask. A query sees a key only if the causal rule, the window, the bool mask, spans and the list of blocks all
-    allow it.
+    float mask. A query sees a key only if the causal rule, window, bool mask, spans and list of blocks all allow it.
 
     Args:
         query: `[..., Hq, L, E]`; float16, bfloat16, float32 or float64; any strides.
@@ -123,31 +171,30 @@ def attention(
             generator of the device.
         scale: 1 / sqrt(E) if None.
         return_lse: also return the logarithm of each query's denominator.
+        return_max_logit: also return each head's largest score, as Muon's QK-clip asks for it (arXiv 2507.20534).
         deterministic: True makes the backward pass reproducible bit for bit; None follows
             `torch.are_deterministic_algorithms_enabled()`. On the CPU it always is.
 
     Returns:
         out `[..., Hq, L, Ev]` of query's dtype and order of strides; a query that sees nothing gets 0. With `return_lse`
-        also lse `[..., Hq, L]`, natural logarithm, float32 (float64 for float64); -inf where a query sees nothing.
+        also lse `[..., Hq, L]`, natural logarithm, float32 (float64 for float64); -inf where a query sees nothing. With
+        `return_max_logit` last max_logit `[..., Hq]`, float32, without a gradient: the largest score that a query of the head
+        sees, after scale, softcap, ALiBi and mask, without sinks; -inf where none sees anything, NaN if a score is NaN.
 
     Raises:
         InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above.
         NotImplementedError: the device has no kernel for this call.
 
-    Float32 on CUDA is computed to float32's precision, unless torch allows tf32 for matrix products
-    (`torch.backends.cuda.matmul.fp32_precision = "tf32"` or `allow_tf32 = True`) when the forward pass is called: then products
-    may round their factors to 16 significant bits, where float32 has 24 and tf32 has 11.
+    Float32 on CUDA has float32's precision, unless torch allows tf32 (`torch.backends.cuda.matmul.fp32_precision = "tf32"` or
+    `allow_tf32 = True`) when the forward pass is called: products may then round their factors to 16 significant bits of 24.
 
     Source: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691); ALiBi, arXiv 2108.12409.
     """
-    if others:
-        raise unexpected_keyword("attention", next(iter(others)))
-    if blocks is not None and not isinstance(blocks, BlockList):
-        raise TypeError(f"blocks: expected a BlockList or None, got {type(blocks).__name__}")
+    _check_keywords(blocks, others)
     softcap = none_as_zero(softcap)
     plain = window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left"
     plain = plain and type(softcap) in NUMBERS and type(dropout_p) in NUMBERS and type(causal) is bool
-    if plain and not (softcap or dropout_p or return_lse):
+    if plain and not (softcap or dropout_p or return_lse or return_max_logit):
         if query_spans is not None or key_spans is not None or blocks is not None:
             out = try_fast_sparse(query, key, value, query_spans, key_spans, blocks, causal, scale) if mask is None else None
         elif mask is None:
@@ -159,19 +206,35 @@ def attention(
     check_attention(
         query, key, value, mask, -3, causal=causal, window=window, alignment=alignment, softcap=softcap, scale=scale,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, return_lse=return_lse, deterministic=deterministic,
-        query_spans=query_spans, key_spans=key_spans,
+        query_spans=query_spans, key_spans=key_spans, return_max_logit=return_max_logit,
     )  # fmt: skip
     query, key, value, mask, restore = canonicalize(*cast_and_check("attention", query, key, value, mask, dropout_p))
     heads = query.shape[:-2]
-    out, lse = attention_impl(
+    out, lse, max_logit = attention_impl(
         query, key, value, mask, alibi_slopes=None if alibi_slopes is None else expand_slopes(alibi_slopes, heads), sinks=sinks,
         causal=causal, window=window or (None, None), lower_right=alignment == "lower_right", scale=scale, softcap=softcap,
         dropout_p=dropout_p, deterministic=deterministic, return_lse=return_lse,
         query_spans=canonical_spans("query_spans", query_spans, query, heads, query.shape[-2]),
         key_spans=canonical_spans("key_spans", key_spans, query, heads, key.shape[-2]),
-        tiles=tiles_of_blocks(blocks, query, heads, key.shape[-2]),
+        tiles=tiles_of_blocks(blocks, query, heads, key.shape[-2]), return_max_logit=return_max_logit,
     )  # fmt: skip
-    return (restore(out), restore(lse)) if return_lse else restore(out)
+    return results_of(
+        restore(out), restore(lse) if return_lse else None, max_logit if max_logit is None else restore(max_logit)
+    )
+
+
+def _check_keywords(blocks: object, others: dict[str, object]) -> None:
+    if others:
+        raise unexpected_keyword("attention", next(iter(others)))
+    if blocks is not None and not isinstance(blocks, BlockList):
+        raise TypeError(f"blocks: expected a BlockList or None, got {type(blocks).__name__}")
+
+
+def results_of(out: Tensor, lse: Tensor | None, max_logit: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    """What a call returns: `out`, and with it the others that were asked for."""
+    if lse is None and max_logit is None:
+        return out
+    return tuple(result for result in (out, lse, max_logit) if result is not None)
 
 
 # A call takes the first of these paths that supports it. Each path is a few microseconds shorter than the next.
@@ -347,17 +410,19 @@ def attention_impl(
     query_spans: Tensor | None = None,
     key_spans: Tensor | None = None,
     tiles: Tensor | None = None,
+    return_max_logit: bool = False,
     operator: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of tensors in the form that `canonicalize` returns. Without `return_lse`, lse may be None. `rng` is the result
-    of `draw_rng`, drawn here if None; `operator` computes the result: the differentiable `Attention` if None."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(out, lse, max_logit) of tensors in the form that `canonicalize` returns. Without `return_lse`, lse may be None; without
+    `return_max_logit`, max_logit is. `rng` is the result of `draw_rng`, drawn here if None; `operator` computes the result
+    without max_logit: the differentiable `Attention` if None."""
     accumulator = accumulator_of(query.dtype)
     left, right = window_bounds(window)
     tf32 = tf32_for(query)
     scale = operator_scale(query, scale)
     alibi_slopes = None if alibi_slopes is None else alibi_slopes.to(accumulator)
     sinks = None if sinks is None else sinks.to(accumulator).contiguous()
-    if operator is query_spans is key_spans is tiles is deterministic is None and not dropout_p:
+    if operator is query_spans is key_spans is tiles is deterministic is None and not (dropout_p or return_max_logit):
         # A trace by torch.jit is compared with one of inputs that require no gradient.
         if _policy.traced_by_jit() is not None or not requires_grad((query, key, value, mask, sinks)):
             options = (mask, alibi_slopes, sinks, left, 0 if causal else right, lower_right, scale, float(softcap), tf32)
@@ -365,12 +430,13 @@ def attention_impl(
             if plain and not (lower_right or softcap or return_lse):
                 arguments = (query, key, value, causal, scale, tf32)
                 if dispatches():
-                    return dispatch(ops.attention_inference.default, *arguments), None
-                return _run_inference(*arguments), None
+                    return dispatch(ops.attention_inference.default, *arguments), None, None
+                return _run_inference(*arguments), None, None
             if dispatches():
-                return dispatch(ops.attention_inference_with_options.default, query, key, value, *options)
-            return _run_inference_with_options(query, key, value, *options)
-    out, lse, _ = (operator or _attention)(
+                return *dispatch(ops.attention_inference_with_options.default, query, key, value, *options), None
+            return *_run_inference_with_options(query, key, value, *options), None
+    compute = _attention_with_max_logit if return_max_logit else operator or _attention
+    out, lse, _, *max_logit = compute(
         query,
         key,
         value,
@@ -385,7 +451,7 @@ def attention_impl(
             left, 0 if causal else right, lower_right, scale, float(softcap), float(dropout_p), tf32, deterministic
         ),
     )
-    return out, lse
+    return out, lse, max_logit[0] if max_logit else None
 
 
 def tf32_for(query: Tensor) -> bool:
@@ -461,6 +527,26 @@ class Attention(Description):
         *tangents, _ = tangents
         d_out, d_lse, _ = gradient_jvp(AttentionTensors(*tensors), ctx.options, AttentionTensors(*tangents))
         return d_out, d_lse, torch.zeros_like(d_lse)  # lse_low has no derivative
+
+
+class _AttentionWithMaxLogit(Attention):
+    """Attention, and max_logit, which has no derivative, as a fourth result."""
+
+    operator = ops.attention_forward_with_max_logit
+
+    @staticmethod
+    def save(ctx, inputs, outputs):
+        *results, max_logit = outputs
+        ctx.mark_non_differentiable(max_logit)
+        return Attention.save(ctx, inputs, results)
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse, grad_lse_low, _):
+        return Attention.backward(ctx, grad_out, grad_lse, grad_lse_low)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        return *Attention.jvp(ctx, *tangents), None
 
 
 class _AttentionTraining(Description):
@@ -578,6 +664,7 @@ class _AttentionBackward(Description):
 
 
 _attention, _training = differentiable(Attention), differentiable(_AttentionTraining)
+_attention_with_max_logit = differentiable(_AttentionWithMaxLogit)
 _attention_backward = differentiable(_AttentionBackward)
 
 

@@ -29,6 +29,7 @@ from .linear_cross_entropy import linear_cross_entropy
 from .merge import merge_attention
 from .softmax import log_softmax, logsumexp, softmax, topk_softmax
 from .varlen import varlen_attention
+from .weight_sums import attention_weight_sums
 
 
 def _bytes(count: int) -> str:
@@ -136,6 +137,8 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
         for operator, call in record.operators:
             if operator in _ATTENTION:
                 kernel, refused = _cuda_kernel(operator, call)
+            elif operator == "attention_weight_sums":
+                kernel = "flash_online's CUDA kernel (sm90, or one of the forward pass: the first that takes the call)"
             elif operator in _CACHED:  # over cached keys; a cascade runs several
                 kernel = "flash_online's CUDA kernel (decode, latent, sm90 or sm80: the first that takes the call)"
     if device == "meta":
@@ -157,7 +160,15 @@ def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
         ours, original = getattr(functional, name), functional.ORIGINALS.get(name)
         if function is ours or (original is not None and function is original):
             return name, f"flash_online.functional.{name}", ours, original
-    attentions = (attention, varlen_attention, kvcache_attention, cascade_attention, cache_append, merge_attention)
+    attentions = (
+        attention,
+        varlen_attention,
+        attention_weight_sums,
+        kvcache_attention,
+        cascade_attention,
+        cache_append,
+        merge_attention,
+    )
     for ours in (*attentions, softmax, log_softmax, logsumexp, topk_softmax, cross_entropy, linear_cross_entropy):
         if function is ours:
             return ours.__name__, f"flash_online.{ours.__name__}", ours, None
@@ -173,6 +184,8 @@ _ATTENTION = (
     "attention_inference",
     "attention_inference_with_options",
     "attention_varlen_forward",
+    "attention_forward_with_max_logit",
+    "attention_varlen_forward_with_max_logit",
 )
 _CACHED = ("attention_cached", "attention_cached_", "attention_decode")
 
@@ -258,7 +271,7 @@ def _cpu_kernel() -> tuple[str, dict[str, str]]:
 
 def _cuda_kernel(operator: str, call: SimpleNamespace) -> tuple[str, dict[str, str]]:
     """(the CUDA kernel that runs attention's forward pass, why each kernel that would be preferred refuses the call)."""
-    introspect, packed = _introspection(), operator == "attention_varlen_forward"
+    introspect, packed = _introspection(), operator.startswith("attention_varlen_forward")
     title = "flash_online's CUDA kernel"
     if introspect is None:
         return title, {}
@@ -298,6 +311,7 @@ def _cuda_kernel(operator: str, call: SimpleNamespace) -> tuple[str, dict[str, s
             call.key_spans is not None,
             0 if call.tiles is None else tile_keys(call.tiles, call.key.shape[-2]),
         ),
+        operator.endswith("with_max_logit"),
     ).splitlines()
     refused = {}
     for line in lines:
@@ -321,8 +335,8 @@ def _scratch(operator: str, call: SimpleNamespace) -> int:
     unknown: there is no introspection module, or it depends on values in tensors."""
     introspect = _introspection()
     # Over cached keys the number of partial results depends on the lengths, which only the device knows. The operators of
-    # _NO_SCRATCH allocate their results alone.
-    if introspect is None or operator in (*_CACHED, *_NO_SCRATCH):
+    # _NO_SCRATCH allocate their results alone. Sums of weights need as much as the forward pass of the transposed problem.
+    if introspect is None or operator in (*_CACHED, *_NO_SCRATCH, "attention_weight_sums"):
         return 0
     threads = torch.get_num_threads()
     if operator not in _ATTENTION:
@@ -331,7 +345,7 @@ def _scratch(operator: str, call: SimpleNamespace) -> int:
     call = _attention_call(operator, call)
     shapes = [tuple(tensor.shape) for tensor in (call.query, call.key, call.value)]
     strides, tables = [tensor.stride() for tensor in (call.key, call.value)], 0
-    if operator == "attention_varlen_forward":
+    if operator.startswith("attention_varlen_forward"):
         # This is the bound of one dense sequence that is long enough for any lengths of the packed ones: each of these may end
         # in a partial block of keys, and keys are copied if no length is a multiple of a block, hence the + 1. The tables
         # hold the index of each sequence's first tile, once for queries and once for keys.

@@ -171,7 +171,7 @@ def scaled_dot_product_attention(
     q, k, v, mask, restore = canonicalize(query, key, value, attn_mask, mask_name="attn_mask", enable_gqa=enable_gqa)
     if is_empty(q.shape[:-2]):
         return restore(_zeros(query, key, value, attn_mask, q.shape[:-1]))
-    out, _ = attention_impl(
+    out, _, _ = attention_impl(
         *(q, k, v, mask),
         alibi_slopes=None,
         sinks=None,

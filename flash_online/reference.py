@@ -44,6 +44,7 @@ __all__ = [
     "topk_softmax",
     "cross_entropy",
     "linear_cross_entropy",
+    "attention_weight_sums",
     "visible",
     "dropout_keep",
 ]
@@ -85,8 +86,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = ..., return_max_logit: bool, **options: Any
+) -> Tensor | tuple[Tensor, ...]: ...
 def attention(
     query: Tensor,
     key: Tensor,
@@ -105,9 +106,10 @@ def attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     rng: Tensor | None = None,
     keep: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """softmax(bias(softcap(scale * query key^T))) value, and lse, the logarithm of the softmax's denominator.
 
     query [..., Hq, L, E], key [..., Hk, S, E], value [..., Hv, S, Ev] -> out [..., Hq, L, Ev], lse [..., Hq, L]. Query head
@@ -122,6 +124,8 @@ def attention(
 
     The order of operations on a score: scale, softcap `c * tanh(s / c)`, ALiBi `-slope * |p - j|`, float mask, visibility.
     `sinks` [Hq] adds exp(sink) to a head's denominator and nothing to its numerator. `alibi_slopes` is [Hq] or [..., Hq].
+
+    `return_max_logit` adds the largest score that a query sees, [..., Hq], in float32; -inf where none sees anything.
 
     Dropout takes its mask from `keep` (bool, of the weights' shape), or from `rng`, the int64 pair (seed, offset) of
     `dropout_keep`.
@@ -172,9 +176,12 @@ def attention(
     out = weights.to(value.dtype) @ value
     lse = torch.where(empty, -INFINITY, pivot + torch.log(torch.where(empty, 1, total)))
     lse = lse.squeeze(-1).to(accumulator_dtype(query.dtype))
+    none = scores.new_full((*scores.shape[:-2], 1), -INFINITY)
+    max_logit = torch.cat([scores.detach().flatten(-2), none], -1).amax(-1).float()
+    results = out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else [])
     if headless:
-        out, lse = out.squeeze(0), lse.squeeze(0)
-    return (out, lse) if return_lse else out
+        results = tuple(result.squeeze(0) for result in results)
+    return results if len(results) > 1 else results[0]
 
 
 @overload
@@ -187,8 +194,8 @@ def varlen_attention(
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, *packing: Any, return_lse: bool, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, *packing: Any, return_lse: bool = ..., return_max_logit: bool, **options: Any
+) -> Tensor | tuple[Tensor, ...]: ...
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -204,6 +211,7 @@ def varlen_attention(
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     rng: Tensor | None = None,
     block_table: Tensor | None = None,
     seqused_q: Tensor | None = None,
@@ -211,7 +219,7 @@ def varlen_attention(
     num_splits: int | None = None,
     out: Tensor | None = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """attention() of each packed sequence in query [Tq, Hq, E], key [Tk, Hk, E] and value [Tk, Hv, Ev] -> out [Tq, Hq, Ev], lse
     [Hq, Tq].
 
@@ -238,6 +246,7 @@ def varlen_attention(
         cache = Cache.of(len(query_rows), key.transpose(1, 2), value.transpose(1, 2), block_table)
         lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
         key_rows = [slice(0, min(max(length, 0), max_seqlen_k, cache.capacity)) for length in lengths.tolist()]
+    max_logit = query.new_full((len(query_rows), query.shape[1]), -INFINITY, dtype=torch.float32)
     visibility = {"causal": options.get("causal", False), "window": options.get("window"), "alignment": alignment}
     for n, (rows, keys) in enumerate(zip(query_rows, key_rows, strict=True)):
         begin = 0
@@ -258,12 +267,14 @@ def varlen_attention(
             options["query_spans"] = query_spans[..., rows, :].long() - begin
         if key_spans is not None:
             options["key_spans"] = key_spans[..., keys, :]
-        attended, lse[:, rows] = attention(
-            *dense, alignment=alignment, alibi_slopes=slopes, dropout_p=dropout_p, keep=keep, return_lse=True, **options
+        options |= {"return_lse": True, "return_max_logit": True}
+        attended, lse[:, rows], max_logit[n] = attention(
+            *dense, alignment=alignment, alibi_slopes=slopes, dropout_p=dropout_p, keep=keep, **options
         )
         result[rows] = attended.transpose(0, 1)
     result = result if out is None else out.copy_(result)
-    return (result, lse) if return_lse else result
+    results = result, *([lse] if return_lse else []), *([max_logit] if return_max_logit else [])
+    return results if len(results) > 1 else result
 
 
 @overload
@@ -714,6 +725,33 @@ def dropout_keep(rng: Tensor, dropout_p: float, shape: Sequence[int], first_batc
     words = torch.stack([x0, x1, x2, x3], dim=-1)
     words = torch.cat([words, _multiply(words, 0x10001)[1]], dim=-1).flatten(-2)[..., :keys]
     return (words >= math.floor(dropout_p * 2**32)).reshape(shape)
+
+
+def attention_weight_sums(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "upper_left",
+    softcap: float = 0.0,
+    scale: float | None = None,
+    last: int | None = None,
+) -> Tensor:
+    """The sum over the queries, or the last of them, of each key's weights exp(score - lse), [..., Hq, S] in float32."""
+    headless = query.dim() == key.dim() == 2
+    query, key, lse = (query[None], key[None], lse[None]) if headless else (query, key, lse)
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+    scores = query @ key.repeat_interleave(query.shape[-3] // key.shape[-3], -3).transpose(-2, -1) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = visible(*scores.shape[-2:], causal=causal, window=window, alignment=alignment, device=query.device)
+    weights = torch.where(seen, torch.exp(scores.to(lse.dtype) - torch.where(lse == -INFINITY, INFINITY, lse)[..., None]), 0)
+    begin = 0 if last is None else max(query.shape[-2] - last, 0)
+    sums = weights[..., begin:, :].sum(-2).float()
+    return sums.squeeze(0) if headless else sums
 
 
 def block_scores(

@@ -17,7 +17,7 @@ from ._checks import none_as_zero
 from ._ops import InvalidArgument, accumulator_of, ops
 from ._plain import is_compiling
 from ._span_arguments import canonical_spans
-from .attention import AttentionKeywords, SpanKeywords, draw_rng, is_deterministic, operator_scale, tf32_for
+from .attention import AttentionKeywords, SpanKeywords, draw_rng, is_deterministic, operator_scale, results_of, tf32_for
 from .kvcache import varlen_over_pools
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def varlen_attention(
     max_seqlen_k: int,
     *,
     return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
     **options: Unpack[_VarlenKeywords],
 ) -> Tensor: ...
 @overload
@@ -58,6 +59,7 @@ def varlen_attention(
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
     **options: Unpack[_VarlenKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -70,9 +72,52 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    **options: Unpack[_VarlenKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[_VarlenKeywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
     return_lse: bool,
+    return_max_logit: Literal[False] = ...,
     **options: Unpack[_VarlenKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool = ...,
+    return_max_logit: bool,
+    **options: Unpack[_VarlenKeywords],
+) -> Tensor | tuple[Tensor, ...]: ...
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -93,13 +138,14 @@ def varlen_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool | None = None,
     block_table: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     num_splits: int | None = None,
     out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention of packed sequences, which lie one after another in one tensor without padding.
 
     Sequence n has the queries from `cu_seqlens_q[n]` up to `cu_seqlens_q[n + 1]`, and keys likewise. Its result equals
@@ -115,11 +161,11 @@ def varlen_attention(
         cu_seqlens_k: the same for keys.
         max_seqlen_q: at least the length of the longest sequence; queries beyond it are left out. max_seqlen_k: of keys.
         query_spans: as in `attention`, int32 `[Tq, 2 or 4]` or `[1 or Hq, Tq, 2 or 4]`; key_spans: the same with Tk.
-        causal: as in `attention`, and so are window, alignment, softcap, sinks, scale, return_lse and deterministic.
+        causal: as in `attention`; so are window, alignment, softcap, sinks, scale, deterministic and what is returned.
         alibi_slopes: `[Hq]` or `[sequences, Hq]`, positive slopes; no gradient.
         dropout_p: as in `attention`; the batch index of the random bits is the index of the sequence.
         block_table: int32 `[sequences, entries]`: key and value are pools of pages `[blocks, page, Hk, E]`, as in
-            `kvcache_attention`, and so is num_splits. Calls with this or one of the next four: inference, without key_spans.
+            `kvcache_attention`, and so is num_splits. With it or one of the next four: no gradient, key_spans, max_logit.
         seqused_q: int32 `[sequences]`: number of used queries of each sequence; the rest get 0. seqused_k: number of used keys;
             with `block_table` cu_seqlens_k may then be None.
         out: a tensor for the result.
@@ -128,8 +174,8 @@ def varlen_attention(
         out `[Tq, Hq, Ev]` of query's dtype and order of strides. Padding rows (queries that belong to no sequence, such as
         those past `cu_seqlens_q[-1]`) get 0, and no result depends on the keys and values past `cu_seqlens_k[-1]`, whatever
         they hold. With `return_lse` also lse `[Hq, Tq]`, natural logarithm, float32 (float64 for float64); -inf where a query
-        sees nothing. Kernels compute first derivatives. Second derivatives and forward mode run in torch, one sequence at a
-        time, and the host reads the lengths.
+        sees nothing. With `return_max_logit` last max_logit `[sequences, Hq]`, float32. Kernels compute first derivatives.
+        Second derivatives and forward mode run in torch, one sequence at a time, and the host reads the lengths.
 
     Raises:
         InvalidArgument (a RuntimeError and ValueError): a tensor or option is not as above.
@@ -141,10 +187,10 @@ def varlen_attention(
     check_attention(
         query, key, value, None, -2, causal=causal, window=window, alignment=alignment, softcap=softcap, scale=scale,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, return_lse=return_lse, deterministic=deterministic,
-        query_spans=query_spans, key_spans=key_spans,
+        query_spans=query_spans, key_spans=key_spans, return_max_logit=return_max_logit,
     )  # fmt: skip
     if not (block_table is seqused_q is seqused_k is num_splits is out is None):
-        _check_over_pools(dropout_p, key_spans)
+        _check_over_pools(dropout_p, key_spans, return_max_logit)
         return varlen_over_pools(
             *(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_q, seqused_k),
             *(num_splits, out, alibi_slopes, sinks, return_lse, query_spans),
@@ -155,11 +201,8 @@ def varlen_attention(
     check_packed(query, key, value, *packing)
     if not is_compiling() and _checked.active:
         _checked.check_packed(*packing, query.shape[0], key.shape[0])
-    out, lse = varlen_impl(
-        query,
-        key,
-        value,
-        *packing,
+    out, lse, max_logit = varlen_impl(
+        *(query, key, value, *packing),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         causal=causal,
@@ -171,16 +214,19 @@ def varlen_attention(
         deterministic=deterministic,
         query_spans=canonical_spans("query_spans", query_spans, query, query.shape[1:2], query.shape[0]),
         key_spans=canonical_spans("key_spans", key_spans, query, query.shape[1:2], key.shape[0]),
+        return_max_logit=return_max_logit,
     )
-    return (out, lse) if return_lse else out
+    return results_of(out, lse if return_lse else None, max_logit)
 
 
-def _check_over_pools(dropout_p: float, key_spans: Tensor | None) -> None:
+def _check_over_pools(dropout_p: float, key_spans: Tensor | None, return_max_logit: bool) -> None:
     """Raises if a call over cached keys has an option that these do not take."""
     if dropout_p > 0:
         raise InvalidArgument(f"dropout_p: expected 0 over cached keys, got {dropout_p}")
     if key_spans is not None:
         raise InvalidArgument("key_spans: expected None over cached keys, which take query_spans, got a tensor")
+    if return_max_logit:
+        raise InvalidArgument("return_max_logit: expected False over cached keys, got True")
 
 
 def varlen_impl(
@@ -204,14 +250,16 @@ def varlen_impl(
     rng: Tensor | None = None,
     query_spans: Tensor | None = None,
     key_spans: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of packed sequences that passed `check_packed`. `rng` is the result of `draw_rng`, drawn here if None."""
+    return_max_logit: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, lse, max_logit) of packed sequences that passed `check_packed`; max_logit is None unless wanted. `rng` is the
+    result of `draw_rng`, drawn here if None."""
     accumulator = accumulator_of(query.dtype)
     if alibi_slopes is not None:
         alibi_slopes = expand_slopes(alibi_slopes, (cu_seqlens_q.shape[0] - 1, query.shape[1])).to(accumulator)
     left, right = window_bounds(window)
     scale = operator_scale(query, scale)
-    out, lse, _ = _varlen_attention(
+    out, lse, _, *max_logit = (_varlen_with_max_logit if return_max_logit else _varlen_attention)(
         query,
         key,
         value,
@@ -228,7 +276,7 @@ def varlen_impl(
             left, 0 if causal else right, lower_right, scale, float(softcap), float(dropout_p), tf32_for(query), deterministic
         ),
     )
-    return out, lse
+    return out, lse, max_logit[0] if max_logit else None
 
 
 class _Varlen(Description):
@@ -273,6 +321,26 @@ class _Varlen(Description):
         *tangents, _, _, _ = tangents
         d_out, d_lse, _ = _varlen_gradient_jvp(ctx, VarlenTensors(*tensors), VarlenTensors(*tangents))
         return d_out, d_lse, torch.zeros_like(d_lse)
+
+
+class _VarlenWithMaxLogit(_Varlen):
+    """_Varlen, and max_logit, which has no derivative, as a fourth result."""
+
+    operator = ops.attention_varlen_forward_with_max_logit
+
+    @staticmethod
+    def save(ctx, inputs, outputs):
+        *results, max_logit = outputs
+        ctx.mark_non_differentiable(max_logit)
+        return _Varlen.save(ctx, inputs, results)
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse, grad_lse_low, _):
+        return _Varlen.backward(ctx, grad_out, grad_lse, grad_lse_low)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        return *_Varlen.jvp(ctx, *tangents), None
 
 
 class _VarlenBackward(Description):
@@ -329,6 +397,7 @@ class _VarlenBackward(Description):
 
 
 _varlen_attention = differentiable(_Varlen)
+_varlen_with_max_logit = differentiable(_VarlenWithMaxLogit)
 _varlen_backward = differentiable(_VarlenBackward)
 
 

@@ -8,7 +8,7 @@ that a model may leave open follows from one number n, so that a graph traced at
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -370,8 +370,8 @@ OPTIONS = (2, 1, True, 0.5, 2.0, 0.0)
 PLAIN_OPTIONS = {"window": (2, 1), "alignment": "lower_right", "scale": 0.5, "softcap": 2.0}
 
 
-def raw_attention(q, k, v, mask, sinks):
-    return finite(*RAW.attention_forward(q, k, v, mask, None, sinks, None, *OPTIONS)[:2])
+def raw_attention(operator):
+    return lambda q, k, v, mask, sinks: finite(*operator(q, k, v, mask, None, sinks, None, *OPTIONS)[:2])
 
 
 def plain_attention(q, k, v, mask, sinks):
@@ -382,8 +382,10 @@ def masked(n: int) -> list[tuple[int, ...]]:
     return [*qkv(n), (2, 1, n, n + 1), (2,)]
 
 
-def raw_varlen(q, k, v, sinks, a, b):
-    return finite(*RAW.attention_varlen_forward(q, k, v, a, b, None, sinks, None, q.shape[0], k.shape[0], *NO_OPTIONS)[:2])
+def raw_varlen(operator):
+    return lambda q, k, v, sinks, a, b: finite(
+        *operator(q, k, v, a, b, None, sinks, None, q.shape[0], k.shape[0], *NO_OPTIONS)[:2]
+    )
 
 
 def plain_varlen(q, k, v, sinks, a, b):
@@ -426,7 +428,10 @@ def raw_linear_step(x, w, b, target, grad_loss):
     return loss.squeeze(1), lse.squeeze(1)
 
 
-CASES["raw attention_forward"] = Case(raw_attention, plain_attention, masked, wide=(4,))
+CASES["raw attention_forward"] = Case(raw_attention(RAW.attention_forward), plain_attention, masked, wide=(4,))
+CASES["raw attention_forward_with_max_logit"] = Case(
+    raw_attention(RAW.attention_forward_with_max_logit), plain_attention, masked, wide=(4,)
+)
 CASES["raw attention_inference_with_options"] = Case(
     lambda q, k, v, mask, sinks: finite(*RAW.attention_inference_with_options(q, k, v, mask, None, sinks, *OPTIONS[:5])),
     plain_attention,
@@ -440,11 +445,15 @@ CASES["raw attention_training"] = Case(
     lambda q, k, v: RAW.attention_training(q, k, v, True, 0.5)[0], lambda q, k, v: dense(q, k, v, causal=True, scale=0.5), qkv
 )
 CASES["raw attention_varlen_forward"] = Case(
-    raw_varlen,
+    raw_varlen(RAW.attention_varlen_forward),
     lambda q, k, v, s, a, b: finite(*dense_of_packed(q * (0.5 * q.shape[-1] ** 0.5), k, v, a, b, s)),
     lambda n: [*packed(n), (2,)],
     starts,
     wide=(3,),
+)
+CASES["raw attention_varlen_forward_with_max_logit"] = replace(
+    CASES["raw attention_varlen_forward"],
+    ours=raw_varlen(RAW.attention_varlen_forward_with_max_logit),
 )
 CASES["raw attention_merge"] = Case(
     lambda a, b, la, lb: RAW.attention_merge([a, b], [la, lb]), plain_merge, merged, wide=(2, 3)

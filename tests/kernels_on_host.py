@@ -74,7 +74,7 @@ AttentionProblem = structure(
     "b dtype, b mask_dtype, b tf32, q batch, q heads, q key_heads, q value_heads, q queries, q keys, q head_dim, q head_dim_v, "
     "q batch_begin, View4 query, View4 key, View4 value, View4 mask, p alibi_slopes, q alibi_stride * 2, p sinks, p rng, "
     "p query_starts, p key_starts, q total_queries, q total_keys, CacheView cache, Visibility visible, b lower_right, d scale, "
-    "d softcap, d dropout, View4 out, p lse, p lse_low, q lse_stride * 2, View4 tiles, i tile_keys, "
+    "d softcap, d dropout, View4 out, p lse, p lse_low, q lse_stride * 2, p max_logit, View4 tiles, i tile_keys, "
     "SpanView query_spans, SpanView key_spans",
 )
 AttentionGradients = structure(

@@ -17,6 +17,8 @@ from flash_online import reference
 from flash_online._span_arguments import in_spans
 from flash_online.testing import assert_close_to_float64, lay_out, random_tensor
 
+RAW = torch.ops.flash_online
+
 
 def to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """Moves the tensor to the device together with the storage around its elements; keeps its strides and its offset."""
@@ -56,9 +58,9 @@ class CaptureRng(TorchDispatchMode):
     rng = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.flash_online.attention_forward.default:
+        if func in (RAW.attention_forward.default, RAW.attention_forward_with_max_logit.default):
             self.rng = args[6]
-        if func is torch.ops.flash_online.attention_varlen_forward.default:
+        if func in (RAW.attention_varlen_forward.default, RAW.attention_varlen_forward_with_max_logit.default):
             self.rng = args[7]
         return func(*args, **(kwargs or {}))
 
@@ -94,6 +96,7 @@ class Attention:
     level: float = 1.0  # that of the products of query and key is this many times as large
     wanted: str = "qkvms"  # the inputs that a gradient is wanted for
     grad_lse: bool = True
+    max_logit: bool = False
     seed: int = 0
     whole: bool = False  # query and key are small whole numbers, so that their products are exact however large the scale is
 
@@ -203,8 +206,12 @@ class Attention:
                 leaves[n].requires_grad_()
             positional = [*(leaves[n] for n in ("query", "key", "value")), *self.arguments(device)]
             rest = {n: t for n, t in leaves.items() if n not in ("query", "key", "value")}
-            out, lse = function(*positional, **rest, **self.lists(device), **self.options, **more, return_lse=True)
+            more |= {"return_max_logit": True} if self.max_logit else {}
+            out, lse, *largest = function(*positional, **rest, **self.lists(device), **self.options, **more, return_lse=True)
             results = {"out": out, "lse": lse}
+            if largest:
+                assert not largest[0].requires_grad
+                results["max logit"] = largest[0]
             if names:
                 pairs = [(out, grad_out.to(out.dtype))]
                 if grad_lse is not None:
@@ -245,8 +252,8 @@ class Attention:
         assert ours["out"].dtype == self.dtype and ours["lse"].dtype == accumulator
         magnitude = self._magnitudes(inputs, grad_out)
         for name, result in ours.items():
-            rounding = accumulator if name == "lse" else self.dtype
-            theirs = [wide[name]] if name == "lse" else [plain[name], *(f[name] for f in fused)]
+            rounding = accumulator if name == "lse" else torch.float32 if name == "max logit" else self.dtype
+            theirs = [wide[name]] if name in ("lse", "max logit") else [plain[name], *(f[name] for f in fused)]
             theirs += [r[name] for r in reordered]
             if self.level != 1 or self.mask_offset:  # torch's math backend widens 16 bits, where they overflow
                 theirs.append(wide[name])
@@ -267,7 +274,9 @@ class Attention:
         """Whether torch's own function can be asked for the same results: with a mask for what it has no option for."""
         if device != "cpu" and names == ["mask"]:  # its backward kernel then reads an lse that its forward did not make
             return False
-        beyond = self.sinks or grad_lse is not None or self.options.get("softcap") or self.options.get("dropout_p")
+        beyond = (
+            self.sinks or self.max_logit or grad_lse is not None or self.options.get("softcap") or self.options.get("dropout_p")
+        )
         return not (beyond or 0 in (*self.rows(), *self.head_dims) or self.dtype == torch.float64)
 
     def _magnitudes(self, inputs, grad_out) -> dict[str, float]:
@@ -285,6 +294,7 @@ class Attention:
         return {
             "out": _rms(inputs["value"]),
             "lse": 1.0,
+            "max logit": 1.0,
             "grad query": score * scale * _rms(inputs["key"]),
             "grad key": score * scale * _rms(inputs["query"]) * seen_by[1],
             "grad value": _rms(grad_out) * seen_by[2],

@@ -172,6 +172,12 @@ FLASH_ONLINE_HD T distance_below(T distance) {
   return maximum(T{} - 10000, distance);
 }
 
+// What a row's lse subtracts from its scores, as a mask: -lse, or -inf for a row that sees nothing.
+template <class T>
+FLASH_ONLINE_HD T hidden_or_negative(T lse) {
+  return lse == lowest<T>() ? lse : -lse;
+}
+
 // The partial result of a row whose entropy is wanted. `products` is the sum of weight(score) * (score - max) over the scores.
 // The entropy of the softmax is log(sum) - products / sum. T is the type of both sums.
 template <class T, class Base = Natural, class Max = T>
@@ -190,6 +196,13 @@ struct OnlineEntropy : OnlineSoftmax<T, Base, Max> {
   FLASH_ONLINE_HD T raise_max(Max block_max) {
     const Max old = this->max;
     const T old_sum = this->sum, factor = State::raise_max(block_max);
+    products = (products + old_sum * distance(old)) * factor;
+    return factor;
+  }
+  template <class Threshold>
+  FLASH_ONLINE_HD T raise_max_lazily(Threshold threshold, Max block_max) {
+    const Max old = this->max;
+    const T old_sum = this->sum, factor = State::raise_max_lazily(threshold, block_max);
     products = (products + old_sum * distance(old)) * factor;
     return factor;
   }

@@ -115,6 +115,9 @@ struct AttentionProblem {
   // in CUDA's backward pass zeros, out and lse then being those of more keys, perhaps.
   void* lse_low = nullptr;
   int64_t lse_stride[2] = {};  // of batch and head, for all arrays with one scalar per query
+  // [batch, heads], contiguous: raised to the largest score that a query of the head sees, or to NaN if a score is NaN; null:
+  // not wanted
+  float* max_logit = nullptr;
 
   // [batch, heads, tiles of 64 queries, tiles of tile_keys keys]: 0 where no query of a tile may see any of its keys; no data:
   // all may

@@ -217,7 +217,7 @@ std::string attention_candidates(const std::string& library, const std::string& 
                                  int64_t window_left, int64_t window_right, bool lower_right, double scale, double softcap,
                                  double dropout_p, bool tf32, const std::tuple<int, int, int>& gpu,
                                  const std::optional<std::pair<TensorShape, bool>>& backward,
-                                 const std::tuple<bool, bool, int>& sparsity) {
+                                 const std::tuple<bool, bool, int>& sparsity, bool max_logit) {
   AttentionProblem problem;
   problem.dtype = dtypes().at(dtype);
   const auto size = [](const TensorShape& shape, size_t i) { return std::get<0>(shape)[i]; };
@@ -231,6 +231,7 @@ std::string attention_candidates(const std::string& library, const std::string& 
   if (sinks) problem.sinks = &start;
   float low = 0;
   if (lse_low) problem.lse_low = &low;
+  if (max_logit) problem.max_logit = &low;
   if (packed) {
     problem.query_starts = problem.key_starts = &start;
     problem.total_queries = problem.queries, problem.total_keys = problem.keys;
@@ -291,13 +292,14 @@ PYBIND11_MODULE(_introspect, m) {
       py::arg("value"), py::arg("out"), py::arg("mask"), py::arg("alibi"), py::arg("sinks"), py::arg("lse_low"),
       py::arg("packed"), py::arg("window_left"), py::arg("window_right"), py::arg("lower_right"), py::arg("scale"),
       py::arg("softcap"), py::arg("dropout_p"), py::arg("tf32"), py::arg("gpu"), py::arg("backward"),
-      py::arg("sparsity") = std::make_tuple(false, false, 0),
+      py::arg("sparsity") = std::make_tuple(false, false, 0), py::arg("max_logit") = false,
       "The CUDA kernels that a call of attention may run on, the best first, one per line: its name and the reason why it does "
       "not take the call, or nothing. Tensors as (sizes, strides, offset in bytes) of [batch, heads, rows, head_dim]; mask: "
       "(dtype, tensor) or None; lse_low: whether it is computed, for a backward pass; packed: the number of sequences and the "
       "maximum lengths of queries and keys, or None; gpu: "
       "compute capability and bytes of shared memory per CTA; backward: (grad_out, deterministic), or None for a forward "
-      "pass; sparsity: whether there are spans of queries, whether of keys, and the keys per block of a list of blocks or 0.");
+      "pass; sparsity: whether there are spans of queries, whether of keys, and the keys per block of a list of blocks or 0; "
+      "max_logit: whether it is computed.");
   m.def(
       "attention_plans", [](const std::string& library) { return api_of(library).attention_plans(); }, py::arg("library"),
       "How many passes of attention this process has planned on CUDA: one per forward or backward pass.");

@@ -26,6 +26,13 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
          "Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, "
          "float dropout_p, bool tf32=False, bool? deterministic=None, Tensor? query_spans=None, Tensor? key_spans=None, "
          "Tensor? tiles=None) -> (Tensor out, Tensor lse, Tensor lse_low)");
+  // The same with max_logit, float32 [..., heads], without a gradient: the largest score that a query of the head sees; NaN if
+  // one is NaN.
+  define(m,
+         "attention_forward_with_max_logit(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, "
+         "Tensor? sinks, Tensor? rng, SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, "
+         "float dropout_p, bool tf32=False, bool? deterministic=None, Tensor? query_spans=None, Tensor? key_spans=None, "
+         "Tensor? tiles=None) -> (Tensor out, Tensor lse, Tensor lse_low, Tensor max_logit)");
   // attention_forward's out alone, for a call without gradients and options.
   define(
       m,
@@ -61,12 +68,24 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
          "SymInt window_right, bool lower_right, float? scale, float softcap, float dropout_p, bool tf32=False, "
          "bool? deterministic=None, Tensor? query_spans=None, Tensor? key_spans=None) -> (Tensor out, Tensor lse, "
          "Tensor lse_low)");
+  // The same with max_logit, float32 [sequences, heads].
+  define(m,
+         "attention_varlen_forward_with_max_logit(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
+         "Tensor cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+         "SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, float dropout_p, "
+         "bool tf32=False, bool? deterministic=None, Tensor? query_spans=None, Tensor? key_spans=None) -> (Tensor out, "
+         "Tensor lse, Tensor lse_low, Tensor max_logit)");
   define(m,
          "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
          "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, Tensor? rng, Tensor out, Tensor lse, "
          "Tensor lse_low, SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, bool lower_right, "
          "float? scale, float softcap, float dropout_p, bool deterministic, bool tf32=False, Tensor? query_spans=None, "
          "Tensor? key_spans=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)");
+  // The sums of exp(score - lse) per key over the queries, float32 [batch, heads, keys]: query and key [batch, heads, length,
+  // head_dim], lse [batch, heads, queries], as attention_forward returns it. Query i is at position i + offset.
+  define(m,
+         "attention_weight_sums(Tensor query, Tensor key, Tensor lse, SymInt window_left, SymInt window_right, SymInt offset, "
+         "float? scale, float softcap) -> Tensor sums");
   // From lists of blocks, counts [..., blocks of queries] and indices [..., blocks of queries, capacity] (int32, any values),
   // to `tiles` of attention_forward, [..., tiles of queries, blocks of keys]. A block has `rows` queries and `columns` keys,
   // multiples of 64.

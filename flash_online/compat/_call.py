@@ -230,7 +230,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, lse: bool = False, probabilities:
     lower_right = q.shape[1] != k.shape[1] and not (options.is_plain and not options.causal)
     rng = draw_rng(options.dropout_p, q.device)
     slopes = options.alibi_slopes
-    out, softmax_lse = attention_impl(
+    out, softmax_lse, _ = attention_impl(
         query,
         key,
         value,
@@ -280,7 +280,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, probabil
     check_packed_values(packing, q, k)
     options = read_options(q, packing.cu_seqlens_q.shape[0] - 1, **arguments)
     rng = draw_rng(options.dropout_p, q.device)
-    out, softmax_lse = varlen_impl(
+    out, softmax_lse, _ = varlen_impl(
         q,
         k,
         v,

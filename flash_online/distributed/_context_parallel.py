@@ -24,11 +24,20 @@ from .._canonicalize import (
 from .._checks import none_as_zero
 from .._ops import InvalidArgument, accumulator_of, below_autograd, ops
 from .._span_arguments import canonical_spans
-from ..attention import Attention, AttentionKeywords, SpanKeywords, attention_impl, default_scale, is_deterministic, tf32_for
+from ..attention import (
+    Attention,
+    AttentionKeywords,
+    SpanKeywords,
+    attention_impl,
+    default_scale,
+    is_deterministic,
+    results_of,
+    tf32_for,
+)
 from ..varlen import varlen_impl
 from ._agreement import checked_on_all_ranks, numbered
 from ._gathered import Gathered, GatheredCall, groups_of
-from ._group import Group, group_of, is_traced
+from ._group import Group, group_of, is_traced, max_of_ranks
 from ._layout import check_layout
 from ._ulysses import PerHead, head_groups, plan_heads, ulysses
 from ._ulysses_eager import EagerCall, takes, ulysses_eager
@@ -55,16 +64,64 @@ class _PackedKeywords(_Keywords, total=False):
 
 @overload
 def context_parallel_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[_Keywords]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[_Keywords],
 ) -> Tensor: ...
 @overload
 def context_parallel_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[_Keywords]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[_Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def context_parallel_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[_Keywords]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: bool,
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[_Keywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: bool = ...,
+    return_max_logit: bool,
+    **options: Unpack[_Keywords],
+) -> Tensor | tuple[Tensor, ...]: ...
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
@@ -84,8 +141,9 @@ def context_parallel_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact self-attention of a sequence that is sharded over ranks: each rank passes its rows and gets its rows of `attention`
     of the whole sequence. Out and lse are bit-equal to one process's.
 
@@ -99,8 +157,8 @@ def context_parallel_attention(
             "gathered" gathers all keys and values on every rank, a group of key heads at a time. "auto" uses Ulysses unless it
             receives many more bytes (docs/distributed.md has the rule).
         layout: "zigzag" (n is even) or "contiguous", the layout of `shard`.
-        causal: as in `attention`, like window, alignment (both agree for equal lengths), softcap, alibi_slopes, scale and
-            return_lse. Slopes and sinks have all Hq heads, and the same values on all ranks.
+        causal: as in `attention`, like window, alignment (both agree for equal lengths), softcap, alibi_slopes, scale,
+            return_lse and return_max_logit. Slopes and sinks have all Hq heads, and the same values on all ranks.
         query_spans: as in `attention`, but of the whole sequence, `[..., 1 or Hq, L, 2 or 4]`, the same on all ranks; key_spans
             too.
         sinks: `[Hq]`. Its gradient is this rank's part, to be summed over the ranks like any weight gradient.
@@ -109,9 +167,10 @@ def context_parallel_attention(
 
     Returns:
         out `[..., Hq, n, Ev]`, this rank's rows, in query's dtype and order of strides. With `return_lse` also lse
-        `[..., Hq, n]`. With `deterministic=True` Ulysses gradients are bit-equal to one process's: of query always, of key and
-        value if the ranks divide Hk and Hv. Other gradients of key and value are sums over ranks in float32. Ulysses has second
-        derivatives; gathered keys have first derivatives only.
+        `[..., Hq, n]`, and with `return_max_logit` last max_logit `[..., Hq]` of the whole sequence. With
+        `deterministic=True` Ulysses gradients are bit-equal to one process's: of query always, of key and value if the ranks
+        divide Hk and Hv. Other gradients of key and value are sums over ranks in float32. Ulysses has second derivatives;
+        gathered keys have first derivatives only.
 
     Raises:
         InvalidArgument (a RuntimeError and ValueError): an argument is invalid, or the ranks' calls differ (shapes, dtypes,
@@ -128,7 +187,8 @@ def context_parallel_attention(
     found = group_of(group)
     options = {"causal": causal, "window": window, "alignment": alignment, "softcap": none_as_zero(softcap), "scale": scale}
     options |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p}
-    options |= {"return_lse": return_lse, "deterministic": deterministic, "query_spans": query_spans, "key_spans": key_spans}
+    options |= {"return_lse": return_lse, "return_max_logit": return_max_logit, "deterministic": deterministic}
+    options |= {"query_spans": query_spans, "key_spans": key_spans}
 
     def check():
         check_attention(query, key, value, None, -3, **options)
@@ -145,10 +205,10 @@ def context_parallel_attention(
     if len(batch) > 1:
         q, k, v = (tensor.flatten(0, -4) for tensor in (q, k, v))
         spans = [None if one is None else _flat_batch(one, batch) for one in spans]
-    out, lse = _run(found, q, k, v, slopes, spans, None, 0, method, layout, options)
+    results = _run(found, q, k, v, slopes, spans, None, 0, method, layout, options)
     if len(batch) > 1:
-        out, lse = out.unflatten(0, batch), lse.unflatten(0, batch) if return_lse else None
-    return (restore(out), restore(lse)) if return_lse else restore(out)
+        results = [None if result is None else result.unflatten(0, batch) for result in results]
+    return results_of(*(None if result is None else restore(result) for result in results))
 
 
 @overload
@@ -159,6 +219,7 @@ def context_parallel_varlen_attention(
     cu_seqlens: Tensor,
     *,
     return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
     **options: Unpack[_PackedKeywords],
 ) -> Tensor: ...
 @overload
@@ -169,12 +230,53 @@ def context_parallel_varlen_attention(
     cu_seqlens: Tensor,
     *,
     return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
     **options: Unpack[_PackedKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def context_parallel_varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, return_lse: bool, **options: Unpack[_PackedKeywords]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    **options: Unpack[_PackedKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def context_parallel_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[_PackedKeywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def context_parallel_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    return_lse: bool,
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[_PackedKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def context_parallel_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    return_lse: bool = ...,
+    return_max_logit: bool,
+    **options: Unpack[_PackedKeywords],
+) -> Tensor | tuple[Tensor, ...]: ...
 def context_parallel_varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -196,8 +298,9 @@ def context_parallel_varlen_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact self-attention of documents packed into one stream that is sharded over ranks: each rank passes its rows and gets
     its rows of `varlen_attention` of the whole stream, bit-equal. Documents may be cut anywhere, and be empty.
 
@@ -209,13 +312,14 @@ def context_parallel_varlen_attention(
         group: as in `context_parallel_attention`, like method and layout. "contiguous": a rank's rows are adjacent in the
             stream.
         max_seqlen: at least the length of the longest document; None: the stream's length. A tight bound is faster.
-        causal: as in `varlen_attention`, like window, alignment (both agree for equal lengths), softcap, scale and return_lse.
-            alibi_slopes: `[Hq]` or `[documents, Hq]`.
+        causal: as in `varlen_attention`, like window, alignment (both agree for equal lengths), softcap, scale, return_lse
+            and return_max_logit. alibi_slopes: `[Hq]` or `[documents, Hq]`.
         query_spans: as in `varlen_attention`, of the whole stream, `[T, 2 or 4]` or `[1 or Hq, T, 2 or 4]`; key_spans too.
         sinks: as in `context_parallel_attention`, like dropout_p and deterministic.
 
     Returns:
-        out `[n, Hq, Ev]`, this rank's rows, in query's dtype and order of strides. With `return_lse` also lse `[Hq, n]`.
+        out `[n, Hq, Ev]`, this rank's rows, in query's dtype and order of strides. With `return_lse` also lse `[Hq, n]`, and
+        with `return_max_logit` last max_logit `[documents, Hq]` of whole documents.
         Gradients are as in `context_parallel_attention`.
 
     Raises:
@@ -227,7 +331,8 @@ def context_parallel_varlen_attention(
     found = group_of(group)
     options = {"causal": causal, "window": window, "alignment": alignment, "softcap": none_as_zero(softcap), "scale": scale}
     options |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p}
-    options |= {"return_lse": return_lse, "deterministic": deterministic, "query_spans": query_spans, "key_spans": key_spans}
+    options |= {"return_lse": return_lse, "return_max_logit": return_max_logit, "deterministic": deterministic}
+    options |= {"query_spans": query_spans, "key_spans": key_spans}
 
     def check():
         check_attention(query, key, value, None, -2, **options)
@@ -253,8 +358,7 @@ def context_parallel_varlen_attention(
     q, k, v, slopes, spans = checked_on_all_ranks(found, check)
     length = q.shape[0] * found.ranks
     longest = length if max_seqlen is None else min(max_seqlen, length)
-    out, lse = _run(found, q, k, v, slopes, spans, cu_seqlens.contiguous(), longest, method, layout, options)
-    return (out, lse) if return_lse else out
+    return results_of(*_run(found, q, k, v, slopes, spans, cu_seqlens.contiguous(), longest, method, layout, options))
 
 
 # --- Checks -----------------------------------------------------------------------------------------------------------------
@@ -363,8 +467,8 @@ def _mean_keys(length: int, left: int, right: int) -> int:
 
 
 def _run(group: Group, q, k, v, slopes, spans, starts, longest: int, method: str, layout: str, options: dict[str, Any]):
-    """(out, lse or None) of tensors [B, H, n, E]; or [n, H, E] of a packed stream, of which `starts` is cu_seqlens, else
-    None."""
+    """(out, lse or None, max_logit or None) of tensors [B, H, n, E]; or [n, H, E] of a packed stream, of which `starts` is
+    cu_seqlens, else None."""
     group = numbered(group)
     accumulator, packed = accumulator_of(q.dtype), starts is not None
     slopes = None if slopes is None else slopes.to(accumulator)
@@ -382,35 +486,49 @@ def _run(group: Group, q, k, v, slopes, spans, starts, longest: int, method: str
             method = _chosen((q.shape, k.shape, v.shape), q.dtype, group.ranks, layout, options["causal"], train)
     if method == "gathered":
         has_spans = any(one is not None for one in spans)
-        call = GatheredCall(group, layout, shared._replace(lower_right=True), deterministic, packed, longest, has_spans)
-        out, lse = Gathered.apply(call, *map(_rows_first, (q, k, v)), slopes, sinks, starts, *spans)
-        return (out.squeeze(1), lse.squeeze(1).T) if packed else (out.permute(1, 2, 0, 3), lse.permute(1, 2, 0))
+        call = GatheredCall(
+            *(group, layout, shared._replace(lower_right=True), deterministic, packed, longest, has_spans),
+            options["return_max_logit"],
+        )
+        out, lse, max_logit = Gathered.apply(call, *map(_rows_first, (q, k, v)), slopes, sinks, starts, *spans)
+        out, lse = (out.squeeze(1), lse.squeeze(1).T) if packed else (out.permute(1, 2, 0, 3), lse.permute(1, 2, 0))
+        return out, lse if options["return_lse"] else None, max_logit
     # The kernels of packed sequences are as fast with one group.
     count = 1 if packed else head_groups(q, k, v, group.ranks, _mean_keys(q.shape[2] * group.ranks, left, right))
     others = PerHead(slopes, sinks, *spans)
-    if count == 1 and takes(group, q, k, v, starts, *others):
+    if count == 1 and not options["return_max_logit"] and takes(group, q, k, v, starts, *others):
         shared = shared._replace(deterministic=deterministic)
         call = EagerCall(group, layout, shared, deterministic, packed, longest, options["return_lse"])
-        return ulysses_eager(call, q, k, v, others, starts)
+        return *ulysses_eager(call, q, k, v, others, starts), None
     operator = _claimed_tiles if count > 1 and _is_static(q, left if left >= 0 else None) else None
     keywords = {"causal": options["causal"], "window": options["window"] or (None, None), "scale": scale}
     keywords |= {"softcap": float(options["softcap"]), "deterministic": deterministic, "lower_right": packed}
+    keywords["return_max_logit"] = options["return_max_logit"]
+    max_logits: list[Tensor] = []  # of this rank's heads, in order
 
     def attend(query, key, value, own: PerHead):
         words = keywords | own._asdict()
         if packed:
             rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-            out, lse = varlen_impl(*rows, starts, starts, longest, longest, **words)
+            out, lse, max_logit = varlen_impl(*rows, starts, starts, longest, longest, **words)
             out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
         else:
             words |= {"return_lse": options["return_lse"], "operator": operator}
-            out, lse = attention_impl(query, key, value, None, **words)
+            out, lse, max_logit = attention_impl(query, key, value, None, **words)
+        if max_logit is not None:
+            max_logits.append(max_logit)
         return out, lse if options["return_lse"] else None  # do not exchange an lse that is not returned
 
     if packed:
         q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
     out, lse = ulysses(q, k, v, others, group, layout, count, attend)
-    return (out.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)) if packed else (out, lse)
+    max_logit = None
+    if max_logits:
+        (begin, _), heads = plan_heads(*(t.shape[1] for t in (q, k, v)), group.rank, group.ranks).query[group.rank], q.shape[1]
+        max_logit = max_of_ranks(torch.cat(max_logits, -1), begin, heads, group)
+    if packed:
+        out, lse = out.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)
+    return out, lse, max_logit
 
 
 # --- Attention while collectives run ----------------------------------------------------------------------------------------

@@ -96,8 +96,8 @@ def _heads_can_be_cut(head_dim: int, *specs) -> bool:
 
 
 def _attention(outputs: int, backward: bool):
-    """Rules of attention_forward (3 results), attention_inference (1), attention_inference_with_options (2) and
-    attention_backward (5): each batch dimension, and heads.
+    """Rules of attention_forward (3 results, 4 with max_logit), attention_inference (1), attention_inference_with_options (2)
+    and attention_backward (5): each batch dimension, and heads.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -133,8 +133,8 @@ def _attention(outputs: int, backward: bool):
     return rules
 
 
-def _varlen(backward: bool):
-    """Rules of attention_varlen_forward and _backward: heads."""
+def _varlen(outputs: int, backward: bool):
+    """Rules of attention_varlen_forward (3 results, 4 with max_logit) and _backward (4): heads."""
     from torch.distributed.tensor import Replicate, Shard
 
     def rules(*arguments):
@@ -142,7 +142,6 @@ def _varlen(backward: bool):
         if backward:
             grads, tensors, rest = arguments[:2], arguments[2:10], arguments[10:]
         query, key, value, _, _, alibi_slopes, sinks, rng = tensors
-        outputs = 4 if backward else 3
         found = [([Replicate()] * outputs, _placements(arguments, Replicate()))]
         if rng is None and _heads_can_be_cut(1, query, key, value):
             slopes = None if alibi_slopes is None else Shard(len(alibi_slopes.shape) - 1)
@@ -153,7 +152,7 @@ def _varlen(backward: bool):
                 results = [Shard(1)] * 3 + [Replicate() if sinks is None else Shard(0)]
                 rest = rest[3:]
             else:
-                results = [Shard(1), lse, lse]
+                results = [Shard(1), lse, lse, Shard(1)][:outputs]
             found.append((results, [*inputs, *_cut_spans(rest, 0, Shard(0))]))
         return found
 
@@ -274,11 +273,13 @@ def register_dtensor() -> None:
 
     table = {
         ops.attention_forward: _attention(3, False),
+        ops.attention_forward_with_max_logit: _attention(4, False),
         ops.attention_inference: _attention(1, False),
         ops.attention_inference_with_options: _attention(2, False),
         ops.attention_backward: _attention(5, True),
-        ops.attention_varlen_forward: _varlen(False),
-        ops.attention_varlen_backward: _varlen(True),
+        ops.attention_varlen_forward: _varlen(3, False),
+        ops.attention_varlen_forward_with_max_logit: _varlen(4, False),
+        ops.attention_varlen_backward: _varlen(4, True),
         ops.attention_merge: _merge,
         ops.softmax_forward: _rows(1, 1),
         ops.softmax_backward: _rows(2, 1),

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from .._attention_arguments import AttentionOptions, given_sparsity
 from .._ops import accumulator_of, dense_strides_in_order, ops, surfaced
 from ._agreement import settle
-from ._group import Group, is_traced, start_all_gather, start_exchange, start_reduce_scatter, wait
+from ._group import Group, is_traced, max_of_ranks, start_all_gather, start_exchange, start_reduce_scatter, wait
 from ._layout import by_rank, in_sequence, pieces_of
 
 # What a rank sees of the keys begins at a multiple of this. Kernels pass over blocks of 16, 32, 48, 64, 96 or 128 keys: a row's
@@ -35,6 +35,7 @@ class GatheredCall(NamedTuple):
     packed: bool
     longest: int  # sequence of a packed stream
     has_spans: bool = False
+    return_max_logit: bool = False
 
 
 class _Piece(NamedTuple):
@@ -177,28 +178,36 @@ def groups_of(key: Tensor, value: Tensor, keys: int) -> int:
 
 class Gathered(Function):
     """(call, query, key, value, slopes or None, sinks or None, cu_seqlens or None, query_spans or None, key_spans or None) ->
-    (out, lse) of this rank's rows. Slopes [batch or documents, heads] and sinks are in the accumulator's dtype. Spans are those
-    of the whole sequence."""
+    (out and lse of this rank's rows, max_logit of all ranks' or None). Slopes [batch or documents, heads] and sinks are in the
+    accumulator's dtype. Spans are those of the whole sequence."""
 
     @staticmethod
     def forward(ctx, call: GatheredCall, query, key, value, slopes, sinks, starts, query_spans, key_spans):
         own = plan(call, query.shape[0], slopes is not None)
         count = groups_of(key, value, own.keys)
-        outs, lses, lows = [], [], []
+        outs, lses, lows, max_logits = [], [], [], []
         for n, (k, v) in enumerate(_gathered(call, own, key, value, count)):
             q, alibi, logits = _group(query, n, count, 2), _group(slopes, n, count, -1), _group(sinks, n, count, 0)
             spans = [_of_heads(one, n, count) for one in (query_spans, key_spans)]
-            results = [_forward(call, piece, q, k, v, alibi, logits, starts, spans) for piece in own.pieces]
+            results, of_pieces = zip(
+                *(_forward(call, piece, q, k, v, alibi, logits, starts, spans) for piece in own.pieces), strict=True
+            )
+            max_logits.append(of_pieces)
             for kept, parts in zip((outs, lses, lows), zip(*results, strict=True), strict=True):
                 kept.append(_joined(parts, 0))
         out, lse, low = _like(_joined(outs, 2), query), _joined(lses, 2), _joined(lows, 2)
         ctx.save_for_backward(query, key, value, slopes, sinks, starts, query_spans, key_spans, out, lse, low)
         ctx.call, ctx.count = call, count
         ctx.set_materialize_grads(False)
-        return out, lse
+        max_logit = None
+        if call.return_max_logit:
+            own_rows = _joined([torch.stack(of_pieces).amax(0) for of_pieces in max_logits], -1)
+            max_logit = max_of_ranks(own_rows, 0, query.shape[2], call.group)
+            ctx.mark_non_differentiable(max_logit)
+        return out, lse, max_logit
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse):
+    def backward(ctx, grad_out, grad_lse, _):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(
                 "flash_online.distributed: method 'gathered' has no second derivatives (create_graph=True); use 'ulysses'"
@@ -416,19 +425,27 @@ def _longest(call: GatheredCall, piece: _Piece) -> tuple[int, int]:
 
 
 def _forward(call: GatheredCall, piece: _Piece, query, key, value, slopes, sinks, starts, spans):
-    """(out, lse, lse_low) of a piece's rows."""
+    """(out, lse, lse_low) of a piece's rows, and their maximum logit or None."""
     q, k, v = (_to_kernel(call, t) for t in (_padded(piece, query), *_keys_of(piece, key, value)))
+    own = slice(piece.front, piece.queries - piece.back)
+    dense, packed = ops.attention_forward, ops.attention_varlen_forward
+    if call.return_max_logit:
+        dense, packed = ops.attention_forward_with_max_logit, ops.attention_varlen_forward_with_max_logit
+        if spans[0] is None and (piece.front or piece.back):  # the scores of empty rows do not count
+            everything = torch.arange(2, dtype=torch.int32, device=query.device) * (2**31 - 1)  # no copy from the host
+            whole = everything.expand(1, piece.first + piece.end - piece.begin, 2)
+            spans = [whole if call.packed else whole.unsqueeze(0), spans[1]]
     options = *piece.options, *_spans_of(call, piece, starts, spans)
     try:
         if call.packed:
             tensors = (q, k, v, *_starts(piece, starts), slopes, sinks, None)
-            results = ops.attention_varlen_forward.default(*tensors, *_longest(call, piece), *options)
+            results = packed.default(*tensors, *_longest(call, piece), *options)
         else:
-            results = ops.attention_forward.default(q, k, v, None, slopes, sinks, None, *options)
+            results = dense.default(q, k, v, None, slopes, sinks, None, *options)
     except RuntimeError as error:
         raise surfaced(error, query) from None
-    own = slice(piece.front, piece.queries - piece.back)
-    return tuple(_from_kernel(call, result, lse=n > 0)[own] for n, result in enumerate(results))
+    *results, max_logit = results if call.return_max_logit else (*results, None)
+    return tuple(_from_kernel(call, result, lse=n > 0)[own] for n, result in enumerate(results)), max_logit
 
 
 def _backward(call: GatheredCall, piece: _Piece, by_row, key, value, slopes, sinks, starts, spans):

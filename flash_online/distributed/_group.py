@@ -80,6 +80,13 @@ def all_reduce_(tensor: Tensor, group: Group) -> Tensor:
     return wait(_c10d.all_reduce_.default(tensor, "sum", group.name)) if tensor.numel() else tensor
 
 
+def max_of_ranks(own: Tensor, begin: int, heads: int, group: Group) -> Tensor:
+    """The largest of all ranks' numbers per head, [..., heads], where a rank has those of its heads from `begin` on; NaN if one
+    is NaN."""
+    whole = torch.nn.functional.pad(own, (begin, heads - begin - own.shape[-1]), value=float("-inf"))
+    return wait(start_all_gather(whole.unsqueeze(0), group)).amax(0)
+
+
 def start_all_to_all(messages: Tensor, group: Group) -> Tensor:
     """Sends a contiguous vector of messages of equal size, one for each other rank, in rank order. Returns the received
     messages in the same order, after `wait`. Either all ranks have something to send or none has."""

@@ -57,6 +57,7 @@ class _Loss:
         self.logits, self.target, self.options = logits, target, options
         self.loss: Tensor | None = None  # the output of the layer's forward, and its version at that time
         self.version = 0
+        self.entropy: Tensor | None = None  # of each target, if it is wanted
 
     def rows_of(self, input: Tensor) -> Tensor:
         """The rows of the logits, of an input of the output layer, which hooks may have changed."""
@@ -278,11 +279,13 @@ def _cross_entropy(
         "softcap": 0.0 if cap is None else abs(cap),
         "scale": factor if cap is None else factor * cap,
         "dtype": input.dtype,
+        "return_entropy": input._state.return_entropy,
     }
     call = _Loss(input, target, options)
     loss = input._head(input._input, flash_online_loss=call)
     call.check_output(loss)
     input._state._losses += 1
+    input._state.entropy = call.entropy
     return loss
 
 
@@ -302,6 +305,8 @@ class _HeadForward:
         _check_weight(head.weight)
         hidden = call.rows_of(input)
         loss = linear_cross_entropy(hidden, head.weight, call.target, linear_bias=head.bias, **call.options)
+        if call.options["return_entropy"]:
+            loss, call.entropy = loss
         if not torch.compiler.is_compiling():
             call.version = loss._version
         elif head._forward_hooks or _module_hooks._global_forward_hooks:
@@ -315,15 +320,22 @@ class FusedLoss:
 
     Attributes:
         model: the model.
+        return_entropy: whether forward passes with labels compute `entropy`.
+        entropy: float32, of the shape of the targets of the model's last loss (its loss function shifts and flattens them): the
+            entropy in nats of each row's softmax, differentiable; 0 where a target is ignored. None before such a pass.
     """
 
     def __init__(self, model: nn.Module, owner: nn.Module, name: str):
         self.model, self._losses = model, 0  # number of losses computed in the current forward pass
+        self.return_entropy, self.entropy = False, None
         self._owner, self._name, self._head = owner, name, None
         self._plain = model.__dict__.get("forward")  # None: the class's forward
         _, *self._parameters = inspect.signature(type(model).forward).parameters
         self._active = self._running = False
         self._watch: Any = None  # the handle of a _Watch
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"entropy": None}  # a copy of the model has no part in this one's graph
 
     def _activate(self) -> None:
         self._check_head()
@@ -392,7 +404,7 @@ class FusedLoss:
         """Undoes fuse_loss: the model computes its loss from logits again. A second call changes nothing."""
         if self.model.__dict__.get(_STATE) is not self:
             return
-        self._active = False
+        self._active, self.entropy = False, None
         if self._head is not None and isinstance(self._head.__dict__.get("forward"), _HeadForward):
             del self._head.__dict__["forward"]
         self._head = None
@@ -474,7 +486,7 @@ def _without_logits(output):
     return output
 
 
-def fuse_loss(model: nn.Module) -> FusedLoss:
+def fuse_loss(model: nn.Module, *, return_entropy: bool = False) -> FusedLoss:
     """Makes a transformers model compute its loss with `flash_online.linear_cross_entropy` when it trains with labels: output
     layer and loss together, without the logits `[batch, length, vocabulary]` and their float32 copy.
 
@@ -487,9 +499,11 @@ def fuse_loss(model: nn.Module) -> FusedLoss:
     Args:
         model: a transformers.PreTrainedModel with a plain torch.nn.Linear output layer and a forward that takes `labels`; pass
             the model inside a wrapper (PEFT, DDP, torch.compile).
+        return_entropy: forward passes with labels leave each target's entropy in the handle's attribute `entropy`, for a term
+            of the loss, computed from the same logits in chunks. Hooks of the output layer do not see it.
 
     Returns:
-        A handle with `remove()`. A second call returns the same handle.
+        A handle with `remove()`. A second call returns the same handle, and sets return_entropy anew.
 
     Raises:
         TypeError: model is not a transformers.PreTrainedModel.
@@ -509,6 +523,7 @@ def fuse_loss(model: nn.Module) -> FusedLoss:
     present = model.__dict__.get(_STATE)
     if present is not None:
         present._activate()
+        present.return_entropy = return_entropy
         return present
     if "labels" not in inspect.signature(type(model).forward).parameters:
         raise UnsupportedLogits(
@@ -520,5 +535,6 @@ def fuse_loss(model: nn.Module) -> FusedLoss:
     if head is None or owner is None:
         raise UnsupportedLogits(f"fuse_loss: {type(model).__name__} has no output layer (get_output_embeddings() is {head})")
     handle = FusedLoss(model, owner, name)
+    handle.return_entropy = return_entropy
     handle._activate()
     return handle

@@ -1,4 +1,4 @@
-"""This program runs the checks that test_context_parallel_attention.py names, on two and on four ranks: functions of the five
+"""This program runs the checks that test_context_parallel_attention.py names, on two and on four ranks: functions of the
 files next to it that begin with `check_`, or `dead`. It prints "ok" and the name of each on every rank."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import context_parallel_calls
 import context_parallel_cases
 import context_parallel_eager
 import context_parallel_spans
+import context_parallel_statistics
 import context_parallel_training
 import context_parallel_windows
 import torch
@@ -23,6 +24,7 @@ CHECKS = {
         context_parallel_eager,
         context_parallel_windows,
         context_parallel_spans,
+        context_parallel_statistics,
     )
     for name, function in vars(module).items()
     if name.startswith("check_")

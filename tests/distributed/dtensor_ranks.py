@@ -129,6 +129,12 @@ def attention(us: Compared) -> None:
             lambda q, k, v, s, t: flash_online.attention(q, k, v, query_spans=s, key_spans=t, return_lse=True),
             (q, k, v, each, one), [everywhere(mesh, cut)] * 4 + [everywhere(mesh, WHOLE)],
         )  # fmt: skip
+    # The maximum logit: of each head and sequence.
+    for cut in (Shard(0), Shard(1)):
+        us.check(
+            lambda q, k, v: flash_online.attention(q, k, v, causal=True, return_lse=True, return_max_logit=True),
+            (q, k, v), [everywhere(mesh, cut)] * 3,
+        )  # fmt: skip
     # Heads that cannot be cut so: 3 key heads over 2 ranks. DTensor gathers them; results are the same.
     q, k, v = leaf(2, 6, 20, 16), leaf(2, 3, 20, 16), leaf(2, 3, 20, 16)
     us.check(flash_online.attention, (q, k, v), [everywhere(mesh, Shard(1))] * 3, quiet=False)
@@ -145,6 +151,10 @@ def attention(us: Compared) -> None:
     heads, whole = everywhere(mesh, Shard(1)), everywhere(mesh, WHOLE)
     us.check(
         lambda q, k, v, c: flash_online.varlen_attention(q, k, v, c, c, 15, 15, causal=True, return_lse=True),
+        (q, k, v, starts), [heads] * 3 + [whole],
+    )  # fmt: skip
+    us.check(
+        lambda q, k, v, c: flash_online.varlen_attention(q, k, v, c, c, 15, 15, return_max_logit=True),
         (q, k, v, starts), [heads] * 3 + [whole],
     )  # fmt: skip
     slopes, sinks = torch.rand(3, 8), leaf(8)

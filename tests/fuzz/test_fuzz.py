@@ -68,6 +68,7 @@ def attention(choose: random.Random, seed: int) -> Attention:
         size=choose.choice([1.0, 1.0, 0.1, 4.0]),
         wanted=choose.choice(["qkvms", "qkvms", "qkvms", "q", "kv", "m", "s", ""]),
         grad_lse=choose.random() < 0.4,
+        max_logit=choose.random() < 0.3,
         seed=seed,
     )
     return far_off(problem, choose)
@@ -107,6 +108,7 @@ def packed(choose: random.Random, seed: int) -> Packed:
         size=dense.size,
         wanted=dense.wanted,
         grad_lse=dense.grad_lse,
+        max_logit=dense.max_logit,
         seed=seed,
     )
 

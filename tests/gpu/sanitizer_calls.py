@@ -36,7 +36,8 @@ def with_gradients(function, *inputs, **options):
         assert t.dim() <= 1 or t.untyped_storage().nbytes() % 16 == 0, t.shape
     results = function(*inputs, **options)
     results = [t for t in (results if isinstance(results, tuple) else (results,)) if t.is_floating_point()]
-    return [*results, *torch.autograd.grad([t.float().sum() for t in results], [t for t in tensors if t.requires_grad])]
+    losses = [t.float().sum() for t in results if t.requires_grad]
+    return [*results, *torch.autograd.grad(losses, [t for t in tensors if t.requires_grad])]
 
 
 # --- attention -------------------------------------------------------------------------------------------------------------
@@ -122,7 +123,29 @@ def chosen_blocks():
     return [scores, blocks.indices.float()]
 
 
+def weight_sums(lengths=(152, 210), heads=(2, 2), head_dim=64, dtype=torch.bfloat16, **options):
+    """The sums of weights per key, from the lse of a call with the same options; `last` is no option of attention."""
+
+    def call():
+        query, key = (randn(2, h, n, head_dim, dtype=dtype, grad=False) for h, n in zip(heads, lengths, strict=True))
+        seen = {name: value for name, value in options.items() if name != "last"}
+        lse = flash_online.attention(query, key, key, return_lse=True, **seen)[1]
+        return [flash_online.attention_weight_sums(query, key, lse, **options)]
+
+    return call
+
+
 ATTENTION = {
+    **{f"maximum logit, head dim {e}": attention(return_max_logit=True, head_dims=(e, e)) for e in (64, 96, 128, 192, 256)},
+    "maximum logit, causal": attention(return_max_logit=True, causal=True, heads=(4, 2, 2)),
+    "maximum logit, options": attention(return_max_logit=True, softcap=4.0, tensors={"mask": float_mask(152, 210)}),
+    "maximum logit, float32": attention(return_max_logit=True, dtype=torch.float32, lengths=(70, 90)),
+    "maximum logit, packed": packed((70, 130, 1), return_max_logit=True, causal=True, spare=9),
+    **{f"sums of weights, head dim {e}": weight_sums(head_dim=e) for e in (64, 96, 128, 192, 256)},
+    "sums of weights, causal": weight_sums(causal=True, heads=(4, 2), lengths=(300, 210)),
+    "sums of weights, last": weight_sums(window=(100, 9), alignment="lower_right", last=37),
+    "sums of weights, softcap": weight_sums(softcap=4.0, head_dim=36, last=37),
+    "sums of weights, float32": weight_sums(dtype=torch.float32, head_dim=36),
     "spans": attention(tensors={"query_spans": query_spans, "key_spans": key_spans}),
     "spans, float32": attention(tensors={"query_spans": query_spans}, dtype=torch.float32, head_dims=(36, 36)),
     **{f"spans, head dim {e}": attention(tensors={"key_spans": key_spans}, head_dims=(e, e)) for e in (128, 192, 256)},

@@ -119,6 +119,33 @@ def test_models(name, device):
     assert "forward" not in model.__dict__ and "forward" not in model.get_output_embeddings().__dict__
 
 
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Granite"])
+def test_entropy_of_each_target(name, device):
+    """That of the logits as the loss takes them, with its gradient; ignored targets have 0; copies have none."""
+    model, inputs = made(name, device), batch(device)
+    inputs["labels"] = inputs["labels"].clone()
+    inputs["labels"][0, :7] = -100
+    logits = model(input_ids=inputs["input_ids"]).logits[:, :-1].float()
+    kept = inputs["labels"][:, 1:] != -100
+    log_p = logits.log_softmax(-1)
+    expected = torch.where(kept, -(log_p.exp() * log_p).sum(-1), 0)
+    weight = model.get_output_embeddings().weight
+    (truth,) = torch.autograd.grad(expected.square().sum(), weight)
+
+    handle = fuse_loss(model, return_entropy=True)
+    output = model(**inputs)
+    assert output.logits is None
+    found = handle.entropy.view(len(kept), -1)[:, : kept.shape[1]]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    (grad,) = torch.autograd.grad(found.square().sum() + 0 * output.loss, weight)
+    torch.testing.assert_close(grad, truth, rtol=1e-3, atol=1e-5)
+    assert copy.deepcopy(model).__dict__["_flash_online_fused_loss"].entropy is None
+    assert fuse_loss(model) is handle
+    assert model(**inputs).loss.isfinite() and handle.entropy is None
+    handle.remove()
+    assert handle.entropy is None
+
+
 def test_no_table_of_logits_is_made(monkeypatch):
     """In chunks of 1 MiB, a pass takes less memory than without fuse_loss: by one and a half tables of logits."""
     monkeypatch.setattr(_linear_cross_entropy_ops, "_CHUNK_BYTES", {"cpu": 1 << 20})

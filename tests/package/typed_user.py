@@ -18,6 +18,11 @@ def attentions(query: Tensor, key: Tensor, value: Tensor, return_lse: bool) -> N
     first, lse = flash_online.attention(query, key, value, mask=None, sinks=None, deterministic=True, return_lse=True)
     either = flash_online.attention(query, key, value, dropout_p=0.0, alibi_slopes=None, return_lse=return_lse)
     assert_type(either, Tensor | tuple[Tensor, Tensor])
+    _, logit = flash_online.attention(query, key, value, return_max_logit=True)
+    assert_type(logit, Tensor)
+    three = flash_online.attention(query, key, value, return_lse=True, return_max_logit=True)
+    assert_type(three, tuple[Tensor, Tensor, Tensor])
+    assert_type(flash_online.attention_weight_sums(query, key, lse, causal=True, last=2), Tensor)
     assert_type(flash_online.merge_attention([first, first], [lse, lse]), tuple[Tensor, Tensor])
     merged, _ = flash_online.merge_attention(torch.stack([first, first]), torch.stack([lse, lse]))
     assert_type(F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True), Tensor)
@@ -31,6 +36,8 @@ def packed(query: Tensor, key: Tensor, value: Tensor) -> None:
     assert_type(out, Tensor)
     pair = flash_online.varlen_attention(query, key, value, starts, starts, 4, 4, window=(2, 0), return_lse=True)
     assert_type(pair, tuple[Tensor, Tensor])
+    both = flash_online.varlen_attention(query, key, value, starts, starts, 4, 4, return_max_logit=True)
+    assert_type(both, tuple[Tensor, Tensor])
     truth = flash_online.reference.varlen_attention(query, key, value, starts, starts, 4, 4, window=(2, 0), return_lse=True)
     assert_type(truth, tuple[Tensor, Tensor])
 
@@ -111,7 +118,7 @@ def explained(query: Tensor, logits: Tensor) -> None:
     flash_online.explain(F.softmax, logits, -1)
     flash_online.explain(torch.nn.functional.softmax, logits, dim=-1)
     assert_type(flash_online.__version__, str)
-    assert len(flash_online.SAC_SAVE_OPS) == 5
+    assert len(flash_online.SAC_SAVE_OPS) == 7
 
 
 def as_in_flash_attention(query: Tensor) -> None:

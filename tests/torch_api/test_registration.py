@@ -191,7 +191,8 @@ def cached_calls(dtype, layout):
 
 def calls(dtype, layout):
     for all_options in (False, True):
-        yield RAW.attention_forward, forward_arguments(dtype, layout, all_options)
+        for operator in (RAW.attention_forward, RAW.attention_forward_with_max_logit):
+            yield operator, forward_arguments(dtype, layout, all_options)
         yield RAW.attention_backward, backward_arguments(dtype, layout, all_options)
         plain = forward_arguments(dtype, layout, False)[:3]
         yield RAW.attention_inference, (*plain, all_options, 0.5)
@@ -200,8 +201,11 @@ def calls(dtype, layout):
         yield RAW.attention_training, (*plain, all_options, 0.5)
         out, stats = RAW.attention_training(*plain, all_options, 0.5)
         yield RAW.attention_training_backward, (torch.randn_like(out), *plain, out, stats, all_options, 0.5, False)
-        yield RAW.attention_varlen_forward, varlen_forward_arguments(dtype, layout, all_options)
+        for operator in (RAW.attention_varlen_forward, RAW.attention_varlen_forward_with_max_logit):
+            yield operator, varlen_forward_arguments(dtype, layout, all_options)
         yield RAW.attention_varlen_backward, varlen_backward_arguments(dtype, layout, all_options)
+    query, key, _ = attention_tensors(dtype, layout)
+    yield RAW.attention_weight_sums, (query, key, query[..., 0].to(accumulator_of(dtype)), -1, 0, 2, 0.5, 2.0)
     outs, lses = parts(dtype)
     yield RAW.attention_dropout_mask, (torch.tensor([1, 2]), 1, 2, 3, 1, 4, 5, 0.5)
     counts, indices = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([[[0, 2, 9], [1, 1, 1]]], dtype=torch.int32)

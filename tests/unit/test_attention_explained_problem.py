@@ -42,12 +42,14 @@ def test_dense_problem(shown, lower_right):
         "flash_online's CUDA kernel (sm80)",
         {},
     )
-    _, dtype, query_shape, _, _, out_shape, *others, gpu, backward, sparsity = shown[0]
+    _, dtype, query_shape, _, _, out_shape, *others, gpu, backward, sparsity, max_logit = shown[0]
     *_, packed, left, right, is_lower_right, scale, _, _, tf32 = others
     out = torch.ops.flash_online.attention_forward(*arguments)[0]
     assert out_shape == query_shape == ((2, 4, 20, 64), out.stride(), 0)
     assert (dtype, packed, left, right, is_lower_right, scale, tf32) == ("float32", None, 5, 0, lower_right, 0.125, False)
-    assert gpu == (9, 0, 227 << 10) and backward is None and sparsity == (False, False, 0)
+    assert gpu == (9, 0, 227 << 10) and backward is None and sparsity == (False, False, 0) and not max_logit
+    explain._cuda_kernel("attention_forward_with_max_logit", call("attention_forward_with_max_logit", *arguments))
+    assert shown[1] == (*shown[0][:-1], True)
 
 
 @pytest.mark.parametrize("tile_keys", [64, 128])
@@ -58,7 +60,7 @@ def test_sparse_problem(shown, tile_keys):
     for given, expected in (((spans, None, None), (True, False, 0)), ((None, spans, tiles), (False, True, tile_keys))):
         arguments = (query, query, query, None, None, None, None, -1, -1, False, 0.125, 0.0, 0.0, False, None, *given)
         explain._cuda_kernel("attention_forward", call("attention_forward", *arguments))
-        assert shown.pop()[-1] == expected
+        assert shown.pop()[-2] == expected
 
 
 def test_packed_problem(shown):
@@ -66,6 +68,8 @@ def test_packed_problem(shown):
     starts = torch.zeros(4, dtype=torch.int32)
     arguments = (query, key, key, starts, starts, None, None, None, 20, 30, -1, 0, True, 0.125, 0.0, 0.0)
     explain._cuda_kernel("attention_varlen_forward", call("attention_varlen_forward", *arguments))
-    *_, packed, left, right, lower_right, _, _, _, _, _, _, sparsity = shown[0]
-    assert sparsity == (False, False, 0)
+    *_, packed, left, right, lower_right, _, _, _, _, _, _, sparsity, max_logit = shown[0]
+    assert sparsity == (False, False, 0) and not max_logit
+    explain._cuda_kernel("attention_varlen_forward_with_max_logit", call("attention_varlen_forward_with_max_logit", *arguments))
+    assert shown[1] == (*shown[0][:-1], True)
     assert (packed, left, right, lower_right) == ((3, 20, 30), -1, 0, True)

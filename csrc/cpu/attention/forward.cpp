@@ -4,6 +4,8 @@
 //
 // A work item is a tile of queries of one head. No other item writes its results, which therefore do not depend on the number
 // of threads.
+#include <atomic>
+
 #include "../kernels.h"
 #include "score_tile.h"
 #include "work_items.h"
@@ -97,6 +99,7 @@ struct ForwardScratch : ScoreTile<E> {
   // The sums over the keys before the keys of `out` and `sum`, and their rounding errors: [padded(head_dim_v), kQueries] each,
   // [kQueries] each
   A *out_total, *out_low, *sum_total, *sum_low;
+  A* largest;  // [kQueries]: the largest scores so far, if the maximum logit is wanted
   F *key_buffer, *value_buffer;  // `by_tile`: copies of a block, [kKeys, head_dim], [kKeys, head_dim_v]
 
   ForwardScratch(const AttentionProblem& problem, ScratchAllocator& allocator, bool by_tile)
@@ -115,6 +118,7 @@ struct ForwardScratch : ScoreTile<E> {
     out_low = allocator.take<A>(padded(problem.head_dim_v) * kQueries);
     sum_total = allocator.take<A>(kQueries);
     sum_low = allocator.take<A>(kQueries);
+    largest = allocator.take<A>(kQueries);
     key_buffer = allocator.take<F>(by_tile ? kKeys * problem.head_dim : 0);
     value_buffer = allocator.take<F>(by_tile ? kKeys * problem.head_dim_v : 0);
   }
@@ -220,6 +224,45 @@ bool absorb_block(const AttentionProblem& problem, const QueryTile& query, int64
   return needs_rescale;
 }
 
+// Raises the queries' largest scores to those of a block; a NaN stays.
+template <class E>
+__attribute__((noinline)) void raise_largest(const QueryTile& query, int64_t count, const ForwardScratch<E>& tile) {
+  using A = Accumulator<E>;
+  const auto raise = [](auto& largest, auto x) {
+    if (x > largest || x != x) largest = x;
+  };
+  for (int64_t l = 0; l < query.lanes; l += kLanes<A>) {
+    Vector<A> of_block = lowest<Vector<A>>();
+    const Vector<A> deferred_scale = load_vector(tile.deferred_scale + l);
+    for (int64_t k = 0; k < count; ++k) {
+      const Vector<A> x = load_vector(tile.score + k * kQueries + l) * deferred_scale;
+      of_block = (x > of_block) | (x != x) ? x : of_block;
+    }
+    for (int64_t i = 0; i < kLanes<A>; ++i) {
+      A most = of_block[i];
+      if constexpr (ScoreTile<E>::kMayUseDouble)
+        if (tile.is_double[l + i]) {
+          double in_double = lowest<double>();
+          for (int64_t k = 0; k < count; ++k) raise(in_double, tile.double_score[k * kQueries + l + i]);
+          most = static_cast<A>(in_double);
+        }
+      raise(tile.largest[l + i], most);
+    }
+  }
+}
+
+// Raises the maximum logit of a head, which other threads raise too, to those of a tile's queries.
+template <class A>
+void store_max_logit(const AttentionProblem& problem, const QueryTile& query, const A* largest) {
+  float own = lowest<float>();
+  for (int64_t i = 0; i < query.rows; ++i)
+    if (const float x = static_cast<float>(largest[i]); x > own || x != x) own = x;
+  const std::atomic_ref<float> shared(problem.max_logit[query.batch * problem.heads + query.head]);
+  float now = shared.load();
+  while ((own > now || (own != own && now == now)) && !shared.compare_exchange_weak(now, own)) {
+  }
+}
+
 // Sets the states of all queries to the state of the head's sink, or of an empty row.
 template <class E>
 FLASH_ONLINE_INLINE void start_states(const AttentionProblem& problem, const QueryTile& query, const ForwardScratch<E>& tile) {
@@ -310,6 +353,7 @@ void forward_tile(const SequenceProblem& sequence, const KeyValueOperands<E>& op
 
   load_query_lanes<E>(problem.query, query, problem.head_dim, tile.query, tile.row_buffer);
   start_states(problem, query, tile);
+  if (problem.max_logit) std::fill_n(tile.largest, kQueries, lowest<A>());
 
   bool is_first = true;
   EarlierSums<E> earlier(value_rows, query.lanes, tile);
@@ -340,6 +384,7 @@ void forward_tile(const SequenceProblem& sequence, const KeyValueOperands<E>& op
       }
     }
     compute_scores(problem, query, begin, count, keys, tile, tile.max, static_cast<A*>(nullptr));
+    if (problem.max_logit) raise_largest(query, count, tile);
     const bool needs_rescale = absorb_block(problem, query, begin, count, tile);
     if (needs_rescale) earlier.rescale();
 
@@ -359,6 +404,7 @@ void forward_tile(const SequenceProblem& sequence, const KeyValueOperands<E>& op
   if (is_first) std::fill_n(tile.out, value_rows * kQueries, A(0));
   if (earlier.any() && !is_first) earlier.take();
   earlier.finish();
+  if (problem.max_logit) store_max_logit(problem, query, tile.largest);
   store_results(problem, query, tile);
 }
 

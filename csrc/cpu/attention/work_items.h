@@ -45,6 +45,7 @@ struct SequenceProblem {
     skip(problem.lse, first_query_ * accumulator_size());
     skip(problem.lse_low, first_query_ * accumulator_size());
     skip(problem.alibi_slopes, index * call.alibi_stride[0] * accumulator_size());
+    if (problem.max_logit) problem.max_logit += index * call.heads;
     if (problem.query_spans.data) problem.query_spans.data += first_query_ * problem.query_spans.stride[2];
     if (problem.key_spans.data) problem.key_spans.data += first_key_ * problem.key_spans.stride[2];
   }

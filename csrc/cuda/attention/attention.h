@@ -30,6 +30,13 @@ struct BackwardPass {
   bool deterministic = false;
 };
 
+// The sums of weights per key: of problem, query, key, lse, visible, scale and softcap count. sums: [batch, heads, keys],
+// contiguous.
+struct WeightSumsPass {
+  AttentionProblem problem;
+  float* sums = nullptr;
+};
+
 // A pass about which everything is decided: which kernels run it, on which form of the problem, in how much workspace.
 template <class Pass>
 struct Plan {
@@ -50,6 +57,13 @@ Plan<ForwardPass> plan_forward(const AttentionProblem& problem);
 Plan<ForwardPass> plan_cached(const AttentionProblem& problem);
 // gradients.kv_grad_heads must be set.
 Plan<BackwardPass> plan_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic);
+
+// Its `launch` is null if no kernel takes the problem.
+Plan<WeightSumsPass> plan_weight_sums(const AttentionProblem& problem, float* sums);
+// For such a problem: the mask that -lse is, of the accumulator's type, -inf for a row that sees nothing; and the sums from the
+// two parts of the logarithms.
+void weight_sums_mask(DType dtype, const void* lse, int64_t count, void* mask, CUstream_st* stream);
+void weight_sums_of_lse(DType dtype, const void* lse, const void* low, int64_t count, float* sums, CUstream_st* stream);
 
 // The number of passes that this process has planned.
 int64_t plans_made();

@@ -88,6 +88,9 @@ constexpr Family<BackwardPass> kBackward[] = {
     family<BackwardPass, AttentionBackwardSm80, HeadDims>("sm80"),
     family<BackwardPass, AttentionBackwardFloat64, HeadDimsFloat64, true>("float64")};
 
+constexpr Family<WeightSumsPass> kWeightSums[] = {
+    family<WeightSumsPass, AttentionWeightSumsSm90, HeadDimsWeightSumsSm90>("sm90")};
+
 // The reason why a family does not take a pass; null: it does. FLASH_ONLINE_KERNEL, read once per process, forces a family if
 // there is a choice: float64 has only one.
 template <class Pass>
@@ -173,7 +176,7 @@ AttentionProblem with_groups_as_rows(const AttentionProblem& problem) {
   if (p.key_heads == 0 || p.key_heads != p.value_heads || p.query_starts || p.queries == 0) return p;
   const int64_t group = p.heads / p.key_heads, rows = group * p.queries;
   if (ceil_div(rows, kTileRows) >= group * ceil_div(p.queries, kTileRows)) return p;
-  if (p.mask.data || p.is_sparse() || (score_mods(p) & kScoreModsOfHead) || p.sinks || p.dropout != 0) return p;
+  if (p.mask.data || p.is_sparse() || p.max_logit || (score_mods(p) & kScoreModsOfHead) || p.sinks || p.dropout != 0) return p;
   const int64_t first = p.visible.offset, last = first + p.queries - 1;  // positions
   if ((p.visible.left >= 0 && last > p.visible.left) || (p.visible.right >= 0 && first + p.visible.right < p.keys - 1))
     return p;
@@ -256,6 +259,12 @@ Plan<ForwardPass> plan_cached(const AttentionProblem& problem) {
 Plan<BackwardPass> plan_backward(const AttentionProblem& problem, const AttentionGradients& gradients, bool deterministic) {
   if (problem.batch == 0 && !problem.query_starts) return {};
   return plan(kBackward, BackwardPass{problem, gradients, deterministic});
+}
+
+Plan<WeightSumsPass> plan_weight_sums(const AttentionProblem& problem, float* sums) {
+  const WeightSumsPass pass{problem, sums};
+  const Instance<WeightSumsPass>* const instance = choose(kWeightSums, pass, current_gpu());
+  return instance ? plan(*instance, pass) : Plan<WeightSumsPass>{};
 }
 
 int64_t plans_made() { return plan_count.load(std::memory_order_relaxed); }

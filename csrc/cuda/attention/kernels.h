@@ -48,6 +48,14 @@ struct AttentionBackwardOptionsSm90 {
   static void run(const BackwardSm90Call& call, CUstream_st* stream);
 };
 
+// sm90/weight_sums.cuh.
+template <int kHeadDim>
+struct AttentionWeightSumsSm90 {
+  static const char* refusal(const WeightSumsPass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const WeightSumsPass& pass);
+  static void run(const WeightSumsPass& pass, void* workspace, CUstream_st* stream);
+};
+
 // sm80/forward.cuh: mma.sync, every option, for compute capability 8.0 and above.
 template <int kHeadDim>
 struct AttentionForwardSm80 {

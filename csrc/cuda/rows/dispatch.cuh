@@ -18,6 +18,7 @@
 //   store_partial(problem, reader)   what the first kernel stores in the workspace; the second calls run
 // and if it reduces, a third kernel with one warp per row completes the row's results:
 //   finish<T>(problem, coord, merged, sum)   from the merged slices; T is the element type of tensors
+//   State                    RowState, or RowEntropyState: the merged slices then have its products as `extra`
 //   kSecondSum               true if it needs a second sum of terms that depend on the row's maximum and sum. The second kernel
 //                            stores it: run calls store_sum. Without a second sum there is no second kernel.
 #pragma once
@@ -40,6 +41,7 @@ struct OneTensorOp {
   static constexpr int kTensors = 1;
   static constexpr bool kReduces = false, kSecondSum = false, kRare = false, kRowScalars = false;
   static constexpr bool kTargets = false, kSumsLosses = false;
+  using State = RowState;
   __host__ __device__ static const ConstView3& tensor(const RowProblem& problem, int) { return problem.input; }
   __host__ __device__ static const MutableView3& result(const RowProblem& problem) { return problem.grad_input; }
   template <class Reader>
@@ -47,6 +49,16 @@ struct OneTensorOp {
     reader.read(problem.input).store_partial(NoExtra{});
   }
 };
+// The same for an operator that reduces rows to their entropy too.
+struct EntropyOp : OneTensorOp {
+  using State = RowEntropyState;
+  template <class Reader>
+  __device__ static void store_partial(const RowProblem& problem, const Reader& reader) {
+    reader.read(problem.input).template store_partial<RowEntropyState>(NoExtra{});
+  }
+};
+template <class Op>
+constexpr bool kHasEntropy = std::is_same_v<typename Op::State, RowEntropyState>;
 
 // Logsumexp's result for a row that holds +inf: +inf, unless the row holds a NaN too. The sum is NaN in either case.
 template <class Row>
@@ -193,7 +205,8 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_con
   if (index >= rows) return;
   const Partial* partials = static_cast<const Partial*>(problem.workspace);
   grid_dependency_wait();
-  const MergedSlices merged = merge_slices(partials + index * slices, slices);
+  const Partial* const own = partials + index * slices;
+  const MergedSlices merged = kHasEntropy<Op> ? merge_entropy_slices(own, slices) : merge_slices(own, slices);
   const float sum = Op::kSecondSum ? merge_slices(partials + (rows + index) * slices, slices).extra : 0.0f;
   if (threadIdx.x % kWarpSize == 0)
     Op::template finish<T>(problem, RowCoord{index / problem.inner, index % problem.inner, index, true}, merged, sum);
@@ -272,7 +285,7 @@ bool launch_pipelined(const RowProblem& problem, cudaStream_t stream) {
   if constexpr (Op::kReduces && !Op::kSecondSum) {
     const SlicedProblem sliced = pipelined_row_slices(problem, Type<T>{});
     if (!has_bulk_copy() || !sliced.is_countable()) return false;
-    launch_pipelined_partial<T>(sliced, stream);
+    launch_pipelined_partial<T, typename Op::State>(sliced, stream);
     launch_finish<Op, T>(sliced, stream);
     return true;
   }

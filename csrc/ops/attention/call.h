@@ -157,6 +157,7 @@ struct PassTensors {
   const Tensor* lse = nullptr;
   const Tensor* lse_low = nullptr;
   int64_t lse_low_begin = 0;  // index of its first element in the tensor: not 0 where lse comes first
+  const Tensor* max_logit = nullptr;  // [batch..., heads] or [sequences, heads], float32
   const Tensor* grad_out = nullptr;
   const Tensor* grad_lse = nullptr;
   const Tensor* grad_query = nullptr;
@@ -261,6 +262,7 @@ class DenseCall : public AttentionCall {
     all[kOut] = &tensors.out;
     all[kLse] = tensors.lse;
     all[kLseLow] = tensors.lse_low;
+    all[kMaxLogit] = tensors.max_logit;
     all[kGradOut] = tensors.grad_out;
     all[kGradLse] = tensors.grad_lse;
     all[kGradQuery] = tensors.grad_query;
@@ -320,6 +322,7 @@ class DenseCall : public AttentionCall {
       set_view(kOut, problem.out);
       problem.lse = pointer(kLse);
       problem.lse_low = pointer(kLseLow);
+      problem.max_logit = static_cast<float*>(pointer(kMaxLogit));
       if (problem.lse_low)
         problem.lse_low =
             static_cast<std::byte*>(problem.lse_low) + tensors.lse_low_begin * size_of(dtype_of(*tensors.lse_low));
@@ -352,6 +355,7 @@ class DenseCall : public AttentionCall {
     kOut,
     kLse,
     kLseLow,
+    kMaxLogit,
     kGradOut,
     kGradLse,
     kGradQuery,
@@ -430,6 +434,7 @@ class PackedCall : public AttentionCall {
     set_view(&tensors.out, problem.out);
     problem.lse = pointer(tensors.lse);
     problem.lse_low = pointer(tensors.lse_low);
+    problem.max_logit = static_cast<float*>(pointer(tensors.max_logit));
     set_view(tensors.grad_out, gradients.grad_out);
     gradients.grad_lse = pointer(tensors.grad_lse);
     set_view(tensors.grad_query, gradients.grad_query);

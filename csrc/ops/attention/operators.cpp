@@ -1,5 +1,5 @@
-// attention_forward, attention_inference, attention_inference_with_options, attention_training, attention_varlen_forward, their
-// backward passes and attention_dropout_mask, on the CPU and on CUDA.
+// attention_forward, attention_inference, attention_inference_with_options, attention_training, attention_varlen_forward, those
+// with the maximum logit, their backward passes and attention_dropout_mask, on the CPU and on CUDA.
 #include "../operators.h"
 
 #include "pass.h"
@@ -9,16 +9,26 @@ namespace {
 
 const Tensor* pointer_to(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
 
-template <class Device>
-std::tuple<Tensor, Tensor, Tensor> attention_forward(
-    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
-    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
-    int64_t window_left, int64_t window_right, bool lower_right, std::optional<double> scale, double softcap, double dropout_p,
-    bool tf32, std::optional<bool> /*deterministic*/, const std::optional<Tensor>& query_spans,
-    const std::optional<Tensor>& key_spans, const std::optional<Tensor>& tiles) {
+// forward() or forward_with_max_logit().
+template <class Device, bool kMaxLogit, class Call>
+auto forward_of(const Call& call) {
+  if constexpr (kMaxLogit)
+    return forward_with_max_logit<Device>(call);
+  else
+    return forward<Device>(call);
+}
+
+template <class Device, bool kMaxLogit>
+auto attention_forward(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+                       const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
+                       const std::optional<Tensor>& rng, int64_t window_left, int64_t window_right, bool lower_right,
+                       std::optional<double> scale, double softcap, double dropout_p, bool tf32,
+                       std::optional<bool> /*deterministic*/, const std::optional<Tensor>& query_spans,
+                       const std::optional<Tensor>& key_spans, const std::optional<Tensor>& tiles) {
   const AttentionInputs in{
       query, key, value, mask, alibi_slopes, sinks, rng, pointer_to(query_spans), pointer_to(key_spans), pointer_to(tiles)};
-  return forward<Device>(DenseCall(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
+  return forward_of<Device, kMaxLogit>(
+      DenseCall(in, {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
 }
 
 template <class Device>
@@ -114,17 +124,18 @@ std::tuple<Tensor, Tensor, Tensor> attention_training_backward(const Tensor& gra
   return {grad_query, grad_key, grad_value};
 }
 
-template <class Device>
-std::tuple<Tensor, Tensor, Tensor> attention_varlen_forward(
-    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng,
-    int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left, int64_t window_right, bool lower_right,
-    std::optional<double> scale, double softcap, double dropout_p, bool tf32, std::optional<bool> /*deterministic*/,
-    const std::optional<Tensor>& query_spans, const std::optional<Tensor>& key_spans) {
+template <class Device, bool kMaxLogit>
+auto attention_varlen_forward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q,
+                              const Tensor& cu_seqlens_k, const std::optional<Tensor>& alibi_slopes,
+                              const std::optional<Tensor>& sinks, const std::optional<Tensor>& rng, int64_t max_seqlen_q,
+                              int64_t max_seqlen_k, int64_t window_left, int64_t window_right, bool lower_right,
+                              std::optional<double> scale, double softcap, double dropout_p, bool tf32,
+                              std::optional<bool> /*deterministic*/, const std::optional<Tensor>& query_spans,
+                              const std::optional<Tensor>& key_spans) {
   const std::optional<Tensor> mask;
   const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng, pointer_to(query_spans), pointer_to(key_spans)};
-  return forward<Device>(PackedCall(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                                    {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
+  return forward_of<Device, kMaxLogit>(PackedCall(in, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                                  {window_left, window_right, lower_right, scale, softcap, dropout_p, tf32}));
 }
 
 template <class Device>
@@ -165,13 +176,15 @@ Tensor attention_dropout_mask(const Tensor& rng, int64_t batch_begin, int64_t ba
 
 template <class Device, class Library>
 void add_attention(Library& m) {
-  implement(m, "attention_forward", TORCH_BOX(&attention_forward<Device>));
+  implement(m, "attention_forward", TORCH_BOX((&attention_forward<Device, false>)));
+  implement(m, "attention_forward_with_max_logit", TORCH_BOX((&attention_forward<Device, true>)));
   implement(m, "attention_inference", TORCH_BOX(&attention_inference<Device>));
   implement(m, "attention_inference_with_options", TORCH_BOX(&attention_inference_with_options<Device>));
   implement(m, "attention_training", TORCH_BOX(&attention_training<Device>));
   implement(m, "attention_training_backward", TORCH_BOX(&attention_training_backward<Device>));
   implement(m, "attention_backward", TORCH_BOX(&attention_backward<Device>));
-  implement(m, "attention_varlen_forward", TORCH_BOX(&attention_varlen_forward<Device>));
+  implement(m, "attention_varlen_forward", TORCH_BOX((&attention_varlen_forward<Device, false>)));
+  implement(m, "attention_varlen_forward_with_max_logit", TORCH_BOX((&attention_varlen_forward<Device, true>)));
   implement(m, "attention_varlen_backward", TORCH_BOX(&attention_varlen_backward<Device>));
   implement(m, "attention_dropout_mask", TORCH_BOX(&attention_dropout_mask<Device>));
 }

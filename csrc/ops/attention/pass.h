@@ -1,6 +1,8 @@
 // The forward and backward pass of an attention call on a device, shared by our operators and torch's.
 #pragma once
 
+#include <limits>
+
 #include "../../core/cache.h"
 #include "../../cpu/kernels.h"
 #include "../../cuda/attention/attention.h"
@@ -133,14 +135,25 @@ Tensor empty_out(const Call& call) {
   return empty_in_order(call.out_sizes(), query.scalar_type(), query);
 }
 
+// `max_logit`: raised to the heads' largest scores; null: not wanted.
 template <class Device, class Call>
-std::tuple<Tensor, Tensor, Tensor> forward(const Call& call) {
+std::tuple<Tensor, Tensor, Tensor> forward(const Call& call, const Tensor* max_logit = nullptr) {
   const Tensor& query = call.inputs().query;
   const ScalarType accumulator = accumulator_of(query.scalar_type());
   Tensor out = empty_out<Device>(call);
   Tensor lse = empty(call.lse_sizes(), accumulator, query), lse_low = empty(call.lse_sizes(), accumulator, query);
-  Device::run_forward(call, {.out = out, .lse = &lse, .lse_low = &lse_low});
+  Device::run_forward(call, {.out = out, .lse = &lse, .lse_low = &lse_low, .max_logit = max_logit});
   return {out, lse, lse_low};
+}
+
+// forward() and the maximum logit of each head.
+template <class Device, class Call>
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_max_logit(const Call& call) {
+  const Tensor& query = call.inputs().query;
+  Tensor max_logit = empty(call.sink_sizes(), ScalarType::Float, query);
+  torch::stable::fill_(max_logit, -std::numeric_limits<double>::infinity());
+  auto [out, lse, lse_low] = forward<Device>(call, &max_logit);
+  return {out, lse, lse_low, max_logit};
 }
 
 // ---- Backward pass ---------------------------------------------------------------------------------------------------------

@@ -288,6 +288,18 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 template <class T>
+T atomicMax(T* to, T x) {
+  const T before = *to;
+  *to = std::max(before, x);
+  return before;
+}
+template <class T>
+T atomicMin(T* to, T x) {
+  const T before = *to;
+  *to = std::min(before, x);
+  return before;
+}
+template <class T>
 T atomicAdd(T* to, T x) {
   const T before = *to;
   *to += x;

@@ -1,6 +1,7 @@
 // Attention forward in float64: FlashAttention-2's organisation on the tensor cores' double products.
 // docs/design/attention_float64.md draws it.
 #include "../../hw/launch.h"
+#include "../common/max_logit.cuh"
 #include "../common/tile_list.cuh"
 #include "../kernels.h"
 #include "tile.cuh"
@@ -119,6 +120,7 @@ __global__ void __launch_bounds__(kMostThreads) attention_forward(const __grid_c
   Outputs out;
   clear(out);
   State states[2];
+  double largest = lowest<double>();  // score of the lane, if the maximum logit is wanted
   while (walk.item().exists) {
     const KeyItems::Item item = walk.item();
     Scores scores;
@@ -135,6 +137,11 @@ __global__ void __launch_bounds__(kMostThreads) attention_forward(const __grid_c
       const ScoreBlock here{query, item.key, tile.queries, tile.keys,
                             all_see(visible, query, last_query, item.key, item.key + kBlock, tile.keys)};
       make_scores<false>(scores, warp_row(), score_mod, masks, item.clear, here, visible);
+      if (problem.max_logit)
+        for_each(scores, [&](double& x, int, int, int e) {
+          const bool exists = query + warp_row() + e / 2 * 8 + quad() < tile.queries;
+          if (exists && !(x <= largest) && largest == largest) largest = x;  // a NaN stays
+        });
       softmax_step(scores, out, states);
       if (dropout) {
         const unsigned kept = kept_scores<false>(warp_row(), dropout, here);
@@ -142,6 +149,8 @@ __global__ void __launch_bounds__(kMostThreads) attention_forward(const __grid_c
       }
     }
   }
+  if (problem.max_logit)
+    raise_max_logit(problem.max_logit + tile.batch * problem.heads + tile.head, static_cast<float>(largest));
   cp_async_wait();
   __syncthreads();  // all have done with the stages
   store_results(arguments, tile, query, first_column, out, states, shared + rows * pitch);

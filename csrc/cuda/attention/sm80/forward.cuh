@@ -13,6 +13,7 @@
 #include "../../mma/gemm.cuh"
 #include "../cache/kv_splits.cuh"
 #include "../common/dropout.cuh"
+#include "../common/max_logit.cuh"
 #include "../common/scores.cuh"
 #include "../common/store_rows.cuh"
 #include "../common/tile_list.cuh"
@@ -546,13 +547,25 @@ class ForwardSm80Kernel {
     });
   }
 
+  // Raises the warp's largest score, in the form that the exponential takes, to those of a block. Rows that do not exist have
+  // scores too.
+  template <class Block>
+  __device__ __forceinline__ static void raise_largest_score(const Scores& scores, const Block& here, int row, float& largest) {
+    for_each_row([&](int i, int half) __attribute__((always_inline)) {
+      if (here.query_of(row + 16 * i + 8 * half + quad()) >= here.queries) return;
+#pragma unroll
+      for (int j = 0; j < kWarpKeys / 8; ++j)
+        largest = max_or_nan(largest, max_or_nan(scores[i][j][2 * half], scores[i][j][2 * half + 1]));
+    });
+  }
+
   // Makes scores of a block's products (score modification, mask, visibility), and absorbs them.
   template <class Block>
   __device__ __forceinline__ static void absorb(const AttentionProblem& problem, const Head& head, const Work& work,
                                                 const Band& band, const Block& here,
                                                 const MaskTile<kQueries, kKeys, kThreads>& mask_tile, bool is_clear,
                                                 Scores& scores, Compensation& compensation, Outputs& out, RowStates& states,
-                                                ValueTile values, const WarpPlace& place) {
+                                                float& largest, ValueTile values, const WarpPlace& place) {
     if constexpr (kIsSimple) {
       if (!here.whole) band.hide(scores, place.row, here.key);
       absorb_block(scores, out, states, head.scale, values, place);
@@ -569,6 +582,7 @@ class ForwardSm80Kernel {
                                 kCached ? static_cast<int>(work.sequence.keys.begin) : 0);
       renormalize(scores, compensation);
       if (!here.whole) hide_scores<false>(scores, row, here, visible);
+      if (kHasMask && problem.max_logit) raise_largest_score(scores, here, row, largest);
       softmax_step(scores, compensation, out, states, head.scale, place);
       if (kHasMask && head.dropout) drop_weights<false>(scores, row, head.dropout, here, [](float& x) { x = 0; });
       multiply_accumulators(out, scores, values.from(place.key(), 0));
@@ -778,6 +792,15 @@ class ForwardSm80Kernel {
     }
   }
 
+  // Raises the maximum logit of the tile's head to the warp's largest score. Without a score modification that is a product.
+  __device__ __forceinline__ static void store_max_logit(const ForwardSm80Arguments& arguments, const Work& work,
+                                                         const Head& head, float largest) {
+    const AttentionProblem& problem = arguments.problem;
+    const float logit = head.score_mod.has_score_mod ? natural_score(largest, head.score_mod.lowest_score, problem.mask_dtype)
+                                                     : largest * static_cast<float>(problem.scale);
+    raise_max_logit(problem.max_logit + work.batch * problem.heads + work.head, logit);
+  }
+
   // Stores the results of a warp's rows, once the warps that share them have merged theirs.
   __device__ __forceinline__ static void finish(const ForwardSm80Arguments& arguments, const Work& work, char* shared, int warp,
                                                 const WarpPlace& place, Outputs& out, RowStates& states) {
@@ -831,6 +854,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
   Outputs out;
   clear(out);
   RowStates states;
+  float largest = -INFINITY;  // score of the lane, if the maximum logit is wanted
   load_queries(arguments, query_tile, heads.query_rows, work);
   if constexpr (kCached) key_rows.locate(block * kKeys, blocks.keys), __syncthreads();
   if (block < blocks.end) {
@@ -889,7 +913,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
 
     if (!kSkips && !is_idle) {
       const auto here = score_block({query, key + place.key(), queries, keys, Copies::kWhole || blocks.is_whole(block)}, rows);
-      absorb(arguments.problem, heads, work, band, here, mask_tile, mask_is_clear, scores, compensation, out, states,
+      absorb(arguments.problem, heads, work, band, here, mask_tile, mask_is_clear, scores, compensation, out, states, largest,
              tiles.values, place);
     }
     if (kStages == 1 && next < blocks.end) copies.finish_keys(tiles.keys, next * kKeys);
@@ -897,6 +921,7 @@ __device__ __forceinline__ void ForwardSm80Kernel<Element, kHeadDim, kVariant, k
     if (kStages > 1) stage ^= 1;
   };
   take_blocks(arguments, key_rows, value_rows, blocks, keys, band.of_rows(place.row, last_query - query - 1), block, step);
+  if (kHasMask && arguments.problem.max_logit) store_max_logit(arguments, work, heads, largest);
   cp_async_wait();
   __syncthreads();  // the queries are there, if no key was, and have been read by all: the outputs take their place
   finish(arguments, work, shared, warp, place, out, states);

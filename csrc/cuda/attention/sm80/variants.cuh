@@ -44,7 +44,8 @@ void visit_sm80(const AttentionProblem& problem, F&& f, int room = shared_bytes_
       }
       return false;
     };
-    if (!ScoreMod(problem).has_score_mod && !problem.mask.data && !problem.is_sparse() && problem.dropout == 0) {
+    if (!ScoreMod(problem).has_score_mod && !problem.mask.data && !problem.is_sparse() && problem.dropout == 0 &&
+        !problem.max_logit) {
       if (kHas(Variant::kAnyRows) && !has_vector_rows(problem)) {
         if (takes(VariantConstant<Variant::kAnyRows>{})) return true;
       } else if (takes(VariantConstant<kPlain>{}, true) || takes(VariantConstant<kPlain163>{}, true) ||

@@ -55,12 +55,14 @@ class FewClassesRow {
     place.load(x_);
   }
 
-  template <class Result = T>
-  __device__ __forceinline__ RowState state() const {
-    RowState state;
+  template <class Result = T, class State = RowState>
+  __device__ __forceinline__ State state() const {
+    State state;
 #pragma unroll
     for (int c = 0; c < kClasses; ++c) state.max = fmaxf(state.max, x_[c]);
     state.sum = sum([&](int, float x) { return state.weight(x); });
+    if constexpr (std::is_same_v<State, RowEntropyState>)
+      state.products = sum([&](int, float x) { return state.weight(x) * state.distance(x); });
     return state;
   }
 

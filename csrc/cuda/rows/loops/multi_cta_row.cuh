@@ -12,7 +12,7 @@ namespace flash_online::cuda {
 // A CTA's result for its slice of a row.
 struct alignas(16) Partial {
   float max, sum;  // of a RowState
-  float extra;  // a second sum, which the operator defines
+  float extra;  // a second sum, which the operator defines, or the products of a RowEntropyState
   float nan;  // the number of NaNs if max is +inf; else whether there is any
 };
 
@@ -76,6 +76,21 @@ __device__ __forceinline__ MergedSlices merge_slices(const Partial* partials, in
   return {merge_lanes<kWarpSize>(merged.state), lanes_sum<kWarpSize>(merged.extra), lanes_sum<kWarpSize>(merged.nan)};
 }
 
+// The same where `extra` is the products of a RowEntropyState.
+__device__ __forceinline__ MergedSlices merge_entropy_slices(const Partial* partials, int64_t count) {
+  RowEntropyState state;
+  float nan = 0;
+  for (int64_t i = threadIdx.x % kWarpSize; i < count; i += kWarpSize) {
+    const Partial partial = partials[i];
+    RowEntropyState slice;
+    slice.max = partial.max, slice.sum = partial.sum, slice.products = partial.extra;
+    state.merge(slice);
+    nan += partial.nan;
+  }
+  state = merge_lanes<kWarpSize>(state);
+  return {RowState{state.max, state.sum}, state.products, lanes_sum<kWarpSize>(nan)};
+}
+
 // This CTA's slice of a row. The first kernel calls store_partial or store_sum; the second one sees a row with the members of
 // StridedRow (strided_row.cuh), which says what they do.
 template <class T>
@@ -95,11 +110,13 @@ class MultiCtaRow {
 
   // ---- the first kernel
 
-  // Stores this slice's state, and its sum of extra(class, element) unless that is NoExtra.
-  template <class F>
+  // Stores this slice's state, and its sum of extra(class, element) unless that is NoExtra. A RowEntropyState has products in
+  // the place of that sum.
+  template <class State = RowState, class F>
   __device__ __forceinline__ void store_partial(const F& extra) const {
-    constexpr bool kExtra = !std::is_same_v<F, NoExtra>;
-    RowState state;
+    constexpr bool kExtra = !std::is_same_v<F, NoExtra>, kEntropy = std::is_same_v<State, RowEntropyState>;
+    static_assert(!kExtra || !kEntropy);
+    State state;
     Sum extra_sum, nan;
     Compensation compensation, extra_compensation;
     for (int64_t at = begin_; at < end_; at += kClassesPerChunk<T>) {
@@ -108,25 +125,31 @@ class MultiCtaRow {
       float max = -INFINITY;
 #pragma unroll
       for (int i = 0; i < kMultiCtaVectorsPerThread; ++i) max = fmaxf(max, max_of<T>(v[i]));
-      compensation.rescale(state.raise_max_lazily(kRescaleThreshold, max));
+      const float factor = state.raise_max_lazily(kRescaleThreshold, max);
+      compensation.rescale(factor);
+      if constexpr (kEntropy) extra_compensation.rescale(factor);
 #pragma unroll
       for (int i = 0; i < kMultiCtaVectorsPerThread; ++i) {
         float x[kElements], vector_sum = 0, vector_extra = 0;
         unpack<T>(v[i], x);
 #pragma unroll
         for (int e = 0; e < kElements; ++e) {
-          vector_sum += state.weight(x[e]);
+          const float weight = state.weight(x[e]);
+          vector_sum += weight;
+          if constexpr (kEntropy) vector_extra = fmaf(weight, state.distance(x[e]), vector_extra);
           if constexpr (kExtra) {
             const int64_t c = first_class_of(at, i) + e;
             if (c < end_) vector_extra += extra(c, x[e]);
           }
         }
         compensation.add(state, vector_sum);
+        if constexpr (kEntropy) extra_compensation.add_product(state, vector_extra);
         if constexpr (kExtra) extra_compensation.add(extra_sum, vector_extra);
       }
     }
     state = MultiCtaRowGroup::merge_warps<0>(merge_lanes<kWarpSize>(state));
     if constexpr (kExtra) extra_sum = MultiCtaRowGroup::merge_warps<1>(merge_lanes<kWarpSize>(extra_sum));
+    if constexpr (kEntropy) extra_sum.value = state.products;
     if (state.max == INFINITY) {  // rare: resolve_infinity has to know whether there is a NaN as well
       for_each_vector(*this, [&](int64_t c, const float (&x)[kElements], const float (&)[kElements]) {
 #pragma unroll
@@ -173,8 +196,9 @@ class MultiCtaRow {
   __device__ __forceinline__ MergedSlices merged() const {
     return merge_slices(partials_ + coord_.index * gridDim.y, gridDim.y);
   }
-  template <class Result = T>
-  __device__ __forceinline__ RowState state() const {
+  template <class Result = T, class State = RowState>
+  __device__ __forceinline__ State state() const {
+    static_assert(std::is_same_v<State, RowState>);  // an entropy is written by finish_kernel
     return merged().state;
   }
   // The sum that the first kernel stored; f must be the function it was given.

@@ -53,8 +53,8 @@ class WarpPipeline {
   ChunkLoader<Shape> loader_;
 };
 
-// Stores the Partial of each slice in the workspace.
-template <class T>
+// Stores the Partial of each slice in the workspace; State is RowState or RowEntropyState.
+template <class T, class State>
 __global__ void __launch_bounds__(kPipelinedWarps* kWarpSize, kPipelinedCtasPerSm)
     pipelined_partial_kernel(const __grid_constant__ SlicedProblem sliced) {
   if constexpr (kHasBulkCopy) {
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kPipelinedWarps* kWarpSize, kPipelinedCtasPerS
     const unsigned all = static_cast<unsigned>(sliced.total_slices);
     for (unsigned index = first; index < all; index += step) {
       const Slice<T> slice(sliced, index);
-      RowState state;
+      State state;
 #pragma unroll 1
       for (int begin = 0; begin < slice.classes; begin += Shape::kClasses) {
         uint4 v[Shape::kVectors];
@@ -89,14 +89,16 @@ __global__ void __launch_bounds__(kPipelinedWarps* kWarpSize, kPipelinedCtasPerS
         }
         nan = lanes_sum<kWarpSize>(nan);
       }
-      if (lane == 0) static_cast<Partial*>(sliced.problem.workspace)[index] = {state.max, state.sum, 0, nan};
+      float products = 0;
+      if constexpr (std::is_same_v<State, RowEntropyState>) products = state.products;
+      if (lane == 0) static_cast<Partial*>(sliced.problem.workspace)[index] = {state.max, state.sum, products, nan};
     }
   }
 }
 
-template <class T>
+template <class T, class State>
 void launch_pipelined_partial(const SlicedProblem& sliced, cudaStream_t stream) {
-  static PersistentKernel kernel(pipelined_partial_kernel<T>, kPipelinedWarps * kWarpSize,
+  static PersistentKernel kernel(pipelined_partial_kernel<T, State>, kPipelinedWarps * kWarpSize,
                                  kPipelinedWarps * WarpPipelineShape<T>::kBytes);
   kernel.launch_all(sliced, ceil_div(sliced.total_slices, kPipelinedWarps), false, stream);
 }

@@ -143,23 +143,32 @@ class OnChipRow {
   __device__ __forceinline__ OnChipRow(const RowCoord& coord, int classes, const Vectors& vectors)
       : vectors_(vectors), coord_(coord), classes_(classes) {}
 
-  template <class Result = T>
-  __device__ __forceinline__ RowState state() {
+  template <class Result = T, class State = RowState>
+  __device__ __forceinline__ State state() {
     vectors_.wait();
     float max = -INFINITY;
 #pragma unroll Vectors::kUnroll
     for (int i = 0; i < vectors_.count(); ++i)
       if (vectors_.has(i)) max = fmaxf(max, max_of<T>(vectors_[i]));
-    RowState state;
+    State state;
     state.max = lanes_max<kLanesPerRow>(max);
-    float sum = 0;
-    if (kFusesWeights<Result> && FusedWeights::is_accurate_for(state.max)) {
-      const FusedWeights weights(state.max);
-      sum = weights.corrected(sum_of([&](float x) { return weights(x); }));
+    if constexpr (std::is_same_v<State, RowEntropyState>) {
+      const EntropySums sums = entropy_sums<T>(state.max, [&](const auto& add) {
+#pragma unroll Vectors::kUnroll
+        for (int i = 0; i < vectors_.count(); ++i)
+          if (vectors_.has(i)) add(vectors_[i]);
+      });
+      state.add(lanes_sum<kLanesPerRow>(sums.sum), lanes_sum<kLanesPerRow>(sums.products));
     } else {
-      sum = sum_of([&](float x) { return state.weight(x); });
+      float sum = 0;
+      if (kFusesWeights<Result> && FusedWeights::is_accurate_for(state.max)) {
+        const FusedWeights weights(state.max);
+        sum = weights.corrected(sum_of([&](float x) { return weights(x); }));
+      } else {
+        sum = sum_of([&](float x) { return state.weight(x); });
+      }
+      state.add(lanes_sum<kLanesPerRow>(sum));
     }
-    state.add(lanes_sum<kLanesPerRow>(sum));
     state = vectors_.template merge_warps<0>(state);
     sum_ = state.sum;
     return state;

@@ -49,6 +49,7 @@ struct FastNatural {
 };
 
 using RowState = OnlineSoftmax<float, FastNatural>;
+using RowEntropyState = OnlineEntropy<float, FastNatural>;
 
 // A thread raises its running maximum only when a score exceeds it by more than this (natural units). Each raise rounds the sum
 // again, and an ascending row would have hundreds of them.
@@ -63,6 +64,11 @@ constexpr bool kFusesWeights = sizeof(T) < sizeof(float);
 template <class Row, class T>
 constexpr bool kFusesRowWeights = kFusesWeights<T> && !requires { Row::kIsFewClasses; };
 
+// A thread's sums for an entropy: of weights, and of weights times their logarithms.
+struct EntropySums {
+  float sum = 0, products = 0;
+};
+
 // The weights exp(x - max), each by one fused multiply-add and one exp2: 2^(x log2(e) - c) with c = max log2(e), rounded once.
 // Rounding c puts the same factor on every weight: the weight of the maximum, which would be 1. Sums are multiplied by its
 // inverse, and so is what multiplies these weights. The product of that factor and its inverse rounds to 1 (tested for every
@@ -70,13 +76,22 @@ constexpr bool kFusesRowWeights = kFusesWeights<T> && !requires { Row::kIsFewCla
 // probability 1.
 class FusedWeights {
  public:
+  static constexpr float kLn2 = 0.693147181f;
   // True if the factor is so close to 1, within 2^-13.5, that this holds.
   __device__ __forceinline__ static bool is_accurate_for(float max) { return fabsf(pivot(max)) <= 2048; }
   __device__ __forceinline__ explicit FusedWeights(float max) : pivot_(pivot(max)), c_(pivot_ * kLog2E) {}
-  __device__ __forceinline__ float operator()(float x) const { return exp2_flushed(fmaf(x, kLog2E, -c_)); }
+  __device__ __forceinline__ float operator()(float x) const { return exp2_flushed(exponent(x)); }
+  // The weight's binary logarithm, before it is rounded as the weight is.
+  __device__ __forceinline__ float exponent(float x) const { return fmaf(x, kLog2E, -c_); }
   // Turns a sum of these weights into one of RowState::weight(). It also turns 1 / (a sum of RowState::weight()) into the
   // factor that makes these weights probabilities.
   __device__ __forceinline__ float corrected(float sum) const { return sum * inverse_factor(); }
+  // What turns sums of these weights, and of these weights times their exponents, into those of RowState::weight() and of
+  // RowState::weight() times the natural logarithm.
+  __device__ __forceinline__ EntropySums corrected(const EntropySums& sums) const {
+    const float factor = inverse_factor();
+    return {sums.sum * factor, kLn2 * fmaf(-exponent(pivot_), sums.sum, sums.products) * factor};
+  }
 
  private:
   // 1 / (1 + d) = 1 - d + d^2. Rounded upwards, 1 - d is right for a d of -2^-24 as well, halfway between two floats.
@@ -86,6 +101,50 @@ class FusedWeights {
   }
   float pivot_, c_;
 };
+
+// Replaces elements of -inf by a finite one whose weight is 0 as well, if the row's maximum is not as low; two at once.
+template <class T>
+__device__ __forceinline__ uint4 without_infinite(const uint4& v) {
+  const unsigned low = std::is_same_v<T, __half> ? 0xfbfffbff : 0xf180f180;  // -65504; -2^100
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const auto raise = [&](unsigned word) {
+    const Pair raised = __hmax2_nan(reinterpret_cast<const Pair&>(word), reinterpret_cast<const Pair&>(low));
+    return reinterpret_cast<const unsigned&>(raised);
+  };
+  return {raise(v.x), raise(v.y), raise(v.z), raise(v.w)};
+}
+
+// The sums over the vectors of a row of T with which visit(f) calls f, measured from `max`.
+template <class T, class Visit>
+__device__ __forceinline__ EntropySums entropy_sums(float max, const Visit& visit) {
+  EntropySums sums;
+  const auto add_elements = [&](const uint4& v, const auto& logarithm, const auto& exp, const auto& bounded) {
+    float x[kPerVector<T>];
+    unpack<T>(v, x);
+    EntropySums own;
+#pragma unroll
+    for (const float element : x) {
+      const float distance = logarithm(element), weight = exp(distance);
+      own.sum += weight;
+      own.products = fmaf(weight, bounded(distance), own.products);
+    }
+    sums.sum += own.sum;
+    sums.products += own.products;
+  };
+  if constexpr (kFusesWeights<T>) {
+    if (FusedWeights::is_accurate_for(max)) {
+      const FusedWeights weights(max);
+      visit([&](const uint4& v) {
+        add_elements(
+            without_infinite<T>(v), [&](float x) { return weights.exponent(x); }, exp2_flushed, [](float x) { return x; });
+      });
+      return weights.corrected(sums);
+    }
+  }
+  const float from = pivot(max);
+  visit([&](const uint4& v) { add_elements(v, [&](float x) { return x - from; }, FastNatural::exp, distance_below<float>); });
+  return sums;
+}
 
 // Calls f(w), where w(x) is the weight of score x in this state, times `factor`, for results of type T in a row of type Row.
 // Where the weight is 1 and T has 16 bits, that may differ from `factor` in the last digit, unless `factor` is a power of 2.
@@ -234,6 +293,11 @@ class Compensation {
  public:
   __device__ __forceinline__ void add(Sum& sum, float x) { add(sum, sum.value, x); }
   __device__ __forceinline__ void add(RowState& state, float x) { add(state, state.sum, x); }
+  __device__ __forceinline__ void add_product(RowEntropyState& state, float x) {
+    const float wanted = x - error_, before = state.products;
+    state.products += wanted;
+    error_ = (state.products - before) - wanted;
+  }
   __device__ __forceinline__ void rescale(float factor) { error_ *= factor; }
 
  private:
@@ -266,6 +330,13 @@ template <int kLanes>
 __device__ __forceinline__ RowState merge_lanes(RowState state) {
   state.raise_max(lanes_max<kLanes>(state.max));
   state.sum = lanes_sum<kLanes>(state.sum);
+  return state;
+}
+template <int kLanes>
+__device__ __forceinline__ RowEntropyState merge_lanes(RowEntropyState state) {
+  state.raise_max(lanes_max<kLanes>(state.max));
+  state.sum = lanes_sum<kLanes>(state.sum);
+  state.products = lanes_sum<kLanes>(state.products);
   return state;
 }
 template <int kLanes>
@@ -323,6 +394,14 @@ __device__ __forceinline__ void add_weights(RowState& state, const uint4 (&v)[kV
     }
   }
   state.add(sum_of<T>(v, [&](float x) { return state.weight(x); }));
+}
+template <class T, int kVectors>
+__device__ __forceinline__ void add_weights(RowEntropyState& state, const uint4 (&v)[kVectors]) {
+  const EntropySums sums = entropy_sums<T>(state.max, [&](const auto& add) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) add(v[i]);
+  });
+  state.add(sums.sum, sums.products);
 }
 
 }  // namespace flash_online::cuda

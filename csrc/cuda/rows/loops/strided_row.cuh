@@ -102,11 +102,12 @@ class StridedRow {
       : row_(row_of<const T>(view, coord)), coord_(coord), classes_(coord.exists ? problem.classes : 0) {}
 
   // The maximum and the sum of the whole row, for results of type Result; every thread of the row gets them.
-  template <class Result = T>
-  __device__ __forceinline__ RowState state() const {
+  template <class Result = T, class State = RowState>
+  __device__ __forceinline__ State state() const {
     constexpr int kUnroll = 4;  // classes that a thread reads before it raises its maximum
-    RowState state;
+    State state;
     Compensation compensation;
+    [[maybe_unused]] Compensation of_products;
     for (int64_t c = Group::first(); c < classes_; c += Group::kStep * kUnroll) {
       float x[kUnroll], max = -INFINITY, sum = 0;
 #pragma unroll
@@ -115,10 +116,18 @@ class StridedRow {
         x[i] = at < classes_ ? row_[at] : -INFINITY;
         max = fmaxf(max, x[i]);
       }
-      compensation.rescale(state.raise_max_lazily(kRescaleThreshold, max));
+      const float factor = state.raise_max_lazily(kRescaleThreshold, max);
+      compensation.rescale(factor);
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) sum += state.weight(x[i]);
       compensation.add(state, sum);
+      if constexpr (std::is_same_v<State, RowEntropyState>) {
+        float products = 0;
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) products = fmaf(state.weight(x[i]), state.distance(x[i]), products);
+        of_products.rescale(factor);
+        of_products.add_product(state, products);
+      }
     }
     return Group::merge(state);
   }

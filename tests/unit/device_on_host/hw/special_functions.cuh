@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 namespace flash_online::cuda {
 
@@ -9,6 +10,8 @@ inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(
 inline float exp2_flushed(float x) { return flushed(std::exp2(flushed(x))); }
 inline float log2_flushed(float x) { return std::log2(flushed(x)); }
 inline float reciprocal(float x) { return flushed(1 / flushed(x)); }
-inline float max_or_nan(float a, float b) { return a != a || b != b ? a + b : std::fmax(a, b); }
+inline float max_or_nan(float a, float b) {
+  return a != a || b != b ? std::numeric_limits<float>::quiet_NaN() : std::fmax(a, b);
+}
 
 }  // namespace flash_online::cuda

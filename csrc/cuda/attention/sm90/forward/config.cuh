@@ -90,6 +90,8 @@ struct ForwardSm90Arguments {
   DropoutArguments dropout = {};
   float *lse, *lse_low;
   int64_t lse_stride[2];
+  float* max_logit = nullptr;  // [batch, heads]
+  float natural_scale;  // the problem's
   VarlenTileList packed = {};
   bool lower_right;  // packed: the Visibility of a sequence has the offset keys - queries
 };
@@ -109,7 +111,8 @@ template <class T, class Variant>
 struct ForwardSm90Kernel {
   static constexpr ForwardSm90Tile kTile = Variant::kTile;
   static constexpr bool kHasOptions = Variant::kHasOptions, kFloatMask = Variant::kFloatMask, kPacked = Variant::kPacked,
-                        kCached = Variant::kCached, kKvSplit = Variant::kKvSplit, kSparse = Variant::kSparse;
+                        kCached = Variant::kCached, kKvSplit = Variant::kKvSplit, kSparse = Variant::kSparse,
+                        kMaxLogit = Variant::kMaxLogit;
   using Arguments = std::conditional_t<kKvSplit, KvSplitSm90Arguments,
                                        std::conditional_t<kCached, CachedSm90Arguments, ForwardSm90Arguments>>;
   static_assert(!kKvSplit || (kCached && !kHasOptions));

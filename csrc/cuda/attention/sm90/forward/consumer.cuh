@@ -72,6 +72,12 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   float score[kScoreRegisters];  // and then the weights
   unsigned weight[kScoreRegisters / 2];  // as pairs of 16 bits: the left operand of P V
   unsigned query_fragment[kTile.query_in_registers ? kHeadDimSteps : 1][4];
+  // Where kMaxLogit: the largest products that the lane has seen of its rows.
+  struct LargestProducts {
+    float of_row[2];
+  };
+  struct NoLargestProducts {};
+  [[no_unique_address]] std::conditional_t<kMaxLogit, LargestProducts, NoLargestProducts> largest;
   RowSoftmax softmax[2];  // of rows lane / 4 and lane / 4 + 8 of the warp's 16; sums are the thread's own
   float pivots[2];  // what their exponents are measured from, by find_pivots()
   bool may_be_lowest = true;  // whether a row of the warp has seen nothing above the lowest score: maxima only rise
@@ -474,6 +480,21 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
       apply_mask();
     }
     apply_visibility();
+    if constexpr (kMaxLogit) raise_largest_products();
+  }
+
+  __device__ __forceinline__ void raise_largest_products() {
+    static_assert(!kMasked && !kHasOptions);  // a score is a product times the scale
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most[2] = {score[2 * r], score[2 * r + 1]};
+#pragma unroll
+      for (int i = 1; i < kScoreRegisters / 4; ++i) {
+        most[0] = max_or_nan(most[0], score[4 * i + 2 * r]);
+        most[1] = max_or_nan(most[1], score[4 * i + 2 * r + 1]);
+      }
+      largest.of_row[r] = max_or_nan(largest.of_row[r], max_or_nan(most[0], most[1]));
+    }
   }
 
   // ---- from scores to weights
@@ -639,6 +660,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
     softmax[0] = softmax[1] = RowSoftmax{};
     may_be_lowest = true;
     accumulate = false;
+    if constexpr (kMaxLogit) largest = {-INFINITY, -INFINITY};
     finish_scores();
     prefetch_mask();
 #pragma unroll
@@ -821,6 +843,7 @@ struct ForwardSm90Kernel<T, Variant>::MathWarpgroup {
   __device__ __forceinline__ void store_partial_states(const ForwardWorkTile& tile);
   __device__ __forceinline__ void store_partial(const ForwardWorkTile& tile);
   __device__ __forceinline__ void store_out_by_tma(int stage, const float (&inverse)[2]);
+  __device__ __forceinline__ void store_max_logit(const ForwardWorkTile& tile);
   template <class Buffer>
   __device__ __forceinline__ void store_cached_rows(const ForwardWorkTile& tile, const Buffer& buffer);
   __device__ __forceinline__ void store_out_from_registers(int stage, const float (&inverse)[2]);

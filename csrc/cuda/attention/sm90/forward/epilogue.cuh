@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../../hw/matrix_copy.cuh"
+#include "../../common/max_logit.cuh"
 #include "consumer.cuh"
 
 namespace flash_online::cuda {
@@ -56,7 +57,17 @@ __device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::fi
     a.lse[at] = lse;
     if (a.lse_low) a.lse_low[at] = low - low == 0 ? low : 0;
   }
+  if constexpr (kMaxLogit) store_max_logit(tile);
   __syncwarp();
+}
+
+// Raises the maximum logit of the tile's head to that of the warp's rows.
+template <class T, class Variant>
+__device__ __forceinline__ void ForwardSm90Kernel<T, Variant>::MathWarpgroup::store_max_logit(const ForwardWorkTile& tile) {
+  const int rows = queries(a, tile) - tile.first_query - (row_block * kRowsPerWarpgroup + kRowsPerWarp * warp + lane / 4);
+  float most = rows > 0 ? largest.of_row[0] : -INFINITY;
+  if (rows > 8) most = max_or_nan(most, largest.of_row[1]);
+  raise_max_logit(a.max_logit + int64_t{tile.batch} * a.heads + tile.head, most * a.natural_scale);
 }
 
 // The address of row r of a lane in a partial that is to be merged; null: the row does not exist.

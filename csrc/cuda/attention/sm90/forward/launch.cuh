@@ -130,6 +130,8 @@ inline ForwardSm90Arguments make_arguments(const AttentionProblem& p, const Forw
       .lse = static_cast<float*>(p.lse),
       .lse_low = static_cast<float*>(p.lse_low),
       .lse_stride = {p.lse_stride[0], p.lse_stride[1]},
+      .max_logit = p.max_logit,
+      .natural_scale = static_cast<float>(p.scale),
       .lower_right = p.lower_right,
   };
 }
@@ -225,6 +227,9 @@ void forward_sm90_in_entry(const AttentionProblem& problem, const ForwardSm90Tab
       if (problem.is_sparse())
         return launch_forward_sm90<T, ForwardSm90Variant<kEntry, Features::kSparse, false>>(problem, tables, tile_counter,
                                                                                             stream);
+    if (problem.max_logit)
+      return launch_forward_sm90<T, ForwardSm90Variant<kEntry, Features::kMaxLogit, kPacked>>(problem, tables, tile_counter,
+                                                                                              stream);
     if (has_options(problem))
       return launch_forward_sm90<T, ForwardSm90Variant<kEntry, Features::kOptions, kPacked>>(problem, tables, tile_counter,
                                                                                              stream);
@@ -245,7 +250,7 @@ void forward_sm90_from_entry(const AttentionProblem& problem, const ForwardSm90T
       if (problem.head_dim_v > kTile.head_dim_v)
         return forward_sm90_from_entry<kHeadDim, kEntry + 1>(problem, tables, tile_counter, stream);
     if constexpr (kTile.max_queries > 0)
-      if (has_options(problem) || problem.is_sparse() ||
+      if (has_options(problem) || problem.is_sparse() || problem.max_logit ||
           !has_little_work(problem, kTile, kForwardSm90Plain[kEntry + 1].queries()))
         return forward_sm90_from_entry<kHeadDim, kEntry + 1>(problem, tables, tile_counter, stream);
     const auto visit = [&]<class T>(T) {

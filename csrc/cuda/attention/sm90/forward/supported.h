@@ -27,6 +27,9 @@ inline const char* forward_sm90_refusal(const AttentionProblem& p, const Gpu& gp
   if (!(p.scale > 1e-6 && p.scale < 1e30)) return "a scale that is not between 1e-6 and 1e30";
   if ((score_mods(p) != 0 || p.mask.data || p.is_sparse()) && head_dim > kForwardSm90MaxOptionsHeadDim)
     return "ALiBi, a softcap, a mask, spans or a list of blocks with a head dim over 256";
+  if (p.max_logit && head_dim > kForwardSm90MaxOptionsHeadDim) return "the maximum logit with a head dim over 256";
+  if (p.max_logit && (score_mods(p) != 0 || p.mask.data || p.is_sparse() || p.dropout != 0))
+    return "the maximum logit with ALiBi, a softcap, a mask, spans, a list of blocks or dropout";
   if (score_mods(p) & ~(kSoftcap | kAlibi)) return "a score modification other than a softcap or ALiBi";
   if (p.dropout != 0 && head_dim > kForwardSm90MaxDropoutHeadDim) return "dropout with a head dim over 192";
   if (p.mask.data && p.mask_dtype == DType::kFloat32) return "a mask of float32";

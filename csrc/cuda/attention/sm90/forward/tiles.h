@@ -8,8 +8,8 @@ namespace flash_online::cuda {
 
 // Features in addition to plain attention. kOptions: softcap, ALiBi, bool masks and, with dropout warps, dropout.
 // kOptionsFloatMask: also 16-bit float masks, which need tiles in shared memory. kSparse: spans, lists of blocks, and nothing
-// else. kSparseNarrow: as kSparse in blocks of 64 keys, for lists of such blocks.
-enum class ForwardSm90Features { kPlain, kOptions, kOptionsFloatMask, kSparse, kSparseNarrow };
+// else. kSparseNarrow: as kSparse in blocks of 64 keys, for lists of such blocks. kMaxLogit: the maximum logit alone.
+enum class ForwardSm90Features { kPlain, kOptions, kOptionsFloatMask, kSparse, kSparseNarrow, kMaxLogit };
 
 struct ForwardSm90Tile {
   int head_dim, head_dim_v;
@@ -233,7 +233,8 @@ template <int kEntry, ForwardSm90Features kFeatures, bool kOfPacked, bool kOfCac
 struct ForwardSm90Variant {
   static constexpr bool kIsNarrow = kFeatures == ForwardSm90Features::kSparseNarrow,
                         kSparse = kFeatures == ForwardSm90Features::kSparse || kIsNarrow,
-                        kHasOptions = kFeatures != ForwardSm90Features::kPlain && !kSparse,
+                        kMaxLogit = kFeatures == ForwardSm90Features::kMaxLogit,
+                        kHasOptions = kFeatures != ForwardSm90Features::kPlain && !kSparse && !kMaxLogit,
                         kFloatMask = kFeatures == ForwardSm90Features::kOptionsFloatMask, kPacked = kOfPacked || kOfCached,
                         kCached = kOfCached, kKvSplit = kOfKvSplit != ForwardSm90KvSplit::kNone;
   static constexpr ForwardSm90Tile kUncached =

@@ -1,19 +1,18 @@
-// Cross-entropy on CUDA, forward and backward: one loss per row, against class indices or class probabilities. No table of
-// probabilities is written.
+// The row operators of cross-entropy on CUDA: their work on one row. cross_entropy.cu launches them, entropy.cu those with an
+// entropy.
 //
 // A row's loss is the sum over c of a_c * -log p_c with a_c = weight_c t_c, where p is the softmax of the row and t its target
 // smoothed by e: (1 - e) target + e / classes. Hence the gradient of the input is grad_loss (A p_c - a_c) + grad_lse p_c, where
 // A is the sum of a_c. The entropy of a row's softmax adds -grad_entropy p_c (log p_c + entropy).
 //
 // Without smoothing an index target needs only the row's maximum and sum. Smoothing and probabilities need a second sum, of
-// a_c * -log p_c. dispatch.cuh chooses the kind of row by length and strides.
-#include "../hw/check.cuh"
-#include "dispatch.cuh"
-#include "rows.h"
+// a_c * -log p_c.
+#pragma once
+
+#include "../dispatch.cuh"
+#include "../rows.h"
 
 namespace flash_online::cuda {
-
-namespace {
 
 // ---- targets
 
@@ -43,7 +42,7 @@ template <class Reader>
 __device__ __forceinline__ int64_t read_target(const RowProblem& problem, const Reader& reader) {
   return reader.coord.exists ? row_scalar<int64_t>(reader, problem.target) : problem.ignore_index;
 }
-RowScalars target_scalars(const RowProblem& problem) { return {problem.target, sizeof(int64_t)}; }
+inline RowScalars target_scalars(const RowProblem& problem) { return {problem.target, sizeof(int64_t)}; }
 __device__ __forceinline__ int64_t checked_class(const RowProblem& problem, int64_t target) {
   if (target == problem.ignore_index) return kIgnored;
   assert(target >= 0 && target < problem.classes && "cross_entropy: target is out of bounds");
@@ -98,6 +97,10 @@ __device__ __forceinline__ void write_index_loss(const RowProblem& problem, cons
   write_loss(problem, reader, row, loss, weight, resolved);
 }
 
+__device__ __forceinline__ void write_entropy(const RowProblem& problem, int64_t row, const RowState& state, float products) {
+  static_cast<float*>(problem.entropy)[row] = FastNatural::log(state.sum) - products / state.sum;
+}
+
 // All threads of the row call this; the one that holds the target's score writes.
 template <bool kSmooth, class Reader, class Row>
 __device__ __forceinline__ void write_index_loss_by_owner(const RowProblem& problem, const Reader& reader, const Row& row,
@@ -120,8 +123,11 @@ struct FinishedRow {
   RowCoord coord;
 };
 
-template <bool kSmooth>
-struct IndexLoss : OneTensorOp {
+// kEntropy: it writes the row's entropy as well; without smoothing, which needs a second sum of its own.
+template <bool kSmooth, bool kEntropy = false>
+struct IndexLoss : std::conditional_t<kEntropy, EntropyOp, OneTensorOp> {
+  static_assert(!kSmooth || !kEntropy);
+  using State = std::conditional_t<kEntropy, RowEntropyState, RowState>;
   static constexpr bool kReduces = true, kSecondSum = kSmooth, kRare = kSmooth, kRowScalars = true, kTargets = true,
                         kSumsLosses = true;
   static RowScalars scalars(const RowProblem& problem) { return target_scalars(problem); }
@@ -130,7 +136,9 @@ struct IndexLoss : OneTensorOp {
     auto row = reader.read(problem.input);
     // Loaded after the row: loading it first was measured to cost 10 %, and it is not needed before the state is known.
     const int64_t given = read_target(problem, reader);
-    const RowState state = row.state();
+    const State state = row.template state<typename Reader::Element, State>();
+    if constexpr (kEntropy)
+      if (row.is_leader()) static_cast<float*>(problem.entropy)[row.coord().index] = state.entropy();
     const int64_t target = checked_class(problem, given);
     float smooth_sum = 0;
     if constexpr (kSmooth) {
@@ -152,6 +160,7 @@ struct IndexLoss : OneTensorOp {
     const int64_t target = checked_class(problem, read_target(problem, row));
     const float score = target == kIgnored ? 0.0f : row_of<const T>(problem.input, coord)[target];
     write_index_loss<kSmooth>(problem, row, coord.index, target, score, merged.state, merged.resolve_infinity(), sum);
+    if constexpr (kEntropy) write_entropy(problem, coord.index, merged.state, merged.extra);
   }
 };
 
@@ -184,7 +193,8 @@ struct ProbabilityLoss : OneTensorOp {
   }
 };
 
-// The entropy of a row's softmax, for targets of either kind. It is an operator of its own, which reads the rows once more.
+// The entropy of a row's softmax, next to a loss that needs a second sum itself. It is an operator of its own, which reads the
+// rows once more.
 struct RowEntropy : OneTensorOp {
   static constexpr bool kReduces = true, kSecondSum = true, kRare = true;
   template <class T, class Reader>
@@ -197,17 +207,12 @@ struct RowEntropy : OneTensorOp {
       store_second_sum(problem, row, term);
     } else {
       const float products = row.sum(term);
-      if (row.is_leader()) write(problem, row.coord().index, state, products);
+      if (row.is_leader()) write_entropy(problem, row.coord().index, state, products);
     }
   }
   template <class T>
   __device__ static void finish(const RowProblem& problem, const RowCoord& coord, const MergedSlices& merged, float products) {
-    write(problem, coord.index, merged.state, products);
-  }
-
- private:
-  __device__ __forceinline__ static void write(const RowProblem& problem, int64_t row, const RowState& state, float products) {
-    static_cast<float*>(problem.entropy)[row] = FastNatural::log(state.sum) - products / state.sum;
+    write_entropy(problem, coord.index, merged.state, products);
   }
 };
 
@@ -238,17 +243,39 @@ __device__ __forceinline__ float grad_loss_of(const RowProblem& problem, const R
 }
 
 // The gradient of a row's entropy as a factor of p_c: grad (mean - (x_c - max)), where mean is that of x - max under p.
+// It is made before the row is read: after it, the loads would have to wait until the row has arrived.
 template <bool kEntropy>
 struct EntropyGradient {
   float grad = 0, mean = 0, max = 0;
-  __device__ __forceinline__ EntropyGradient(const RowProblem& problem, const RowCoord& coord, const RowState& state) {
-    if constexpr (kEntropy) {
-      grad = row_value(problem.grad_entropy, coord);
-      mean = FastNatural::log(state.sum) - row_value(problem.row_entropy, coord);
-      max = pivot(state.max);
-    }
+  __device__ __forceinline__ EntropyGradient(const RowProblem& problem, const RowCoord& coord) {
+    if constexpr (kEntropy) grad = row_value(problem.grad_entropy, coord), mean = -row_value(problem.row_entropy, coord);
   }
-  // The factor of p_c with this gradient; `scale` is the factor without it.
+  __device__ __forceinline__ void set_state(const RowState& state) {
+    if constexpr (kEntropy) mean += FastNatural::log(state.sum), max = pivot(state.max);
+  }
+  // Calls f(g), where g(x) is p_c times its factor, for the score x; `scale` is the factor without this gradient. Results have
+  // the type T, in a row of type Row. The logarithm of p_c, in which the factor is linear, is the exponent's argument.
+  template <class Row, class T, class F>
+  __device__ __forceinline__ void visit_gradients(const RowState& state, float scale, const F& f) const {
+    const float at_max = fmaf(grad, mean, scale), inverse = state.inverse_sum();
+    if constexpr (kFusesRowWeights<Row, T>) {
+      if (FusedWeights::is_accurate_for(state.max)) {
+        const FusedWeights weights(state.max);
+        const float factor = weights.corrected(inverse), slope = -grad * FusedWeights::kLn2 * factor, first = at_max * factor;
+        f([&](float x) {
+          const float exponent = weights.exponent(x);
+          return exp2_flushed(exponent) * fmaf(slope, distance_below(exponent), first);
+        });
+        return;
+      }
+    }
+    const float slope = -grad * inverse, first = at_max * inverse;
+    f([&](float x) {
+      const float distance = x - max;
+      return FastNatural::exp(distance) * fmaf(slope, distance_below(distance), first);
+    });
+  }
+  // The factor of p_c with this gradient.
   __device__ __forceinline__ float added_to(float scale, float x) const {
     return kEntropy ? fmaf(grad, mean - distance_below(x - max), scale) : scale;
   }
@@ -279,6 +306,7 @@ struct IndexLossBackward : OneTensorOp {
     // Loaded before the row: after it, these loads would have to wait until the row has arrived.
     const int64_t given = read_target(problem, reader);
     const float grad_lse = row_value(problem.grad_lse, coord), grad_loss = grad_loss_of(problem, reader);
+    EntropyGradient<kEntropy> of_entropy(problem, coord);
     auto row = reader.read(problem.input);
     const int64_t target = checked_class(problem, given);
     const RowState state = row.state();
@@ -299,7 +327,7 @@ struct IndexLossBackward : OneTensorOp {
         scale = fmaf(uniform_grad, weight_sum, scale);
       }
     }
-    const EntropyGradient<kEntropy> of_entropy(problem, coord, state);
+    of_entropy.set_state(state);
     // 0, not 0 * p: the logits of an ignored row may be inf or NaN
     if (target == kIgnored && scale == 0 && of_entropy.grad == 0) {
       row.template write<T>(problem.grad_input, [](int64_t, float) { return 0.0f; });
@@ -311,7 +339,14 @@ struct IndexLossBackward : OneTensorOp {
     const auto difference = [&](float x, float amount) {
       return fmaf(-amount, state.sum, of_entropy.added_to(scale, x) * state.weight(x)) * inverse;
     };
-    if constexpr (!kSmooth)
+    if constexpr (!kSmooth && kEntropy)
+      of_entropy.template visit_gradients<decltype(row), T>(state, scale, [&](const auto& g) {
+        row.template write_except<T>(
+            problem.grad_input, target, [&](int64_t, float x) { return g(x); },
+            [&](int64_t, float x) { return of_entropy.added_to(scale, x) * (state.weight(x) * inverse); },
+            [&](float x) { return difference(x, target_grad); });
+      });
+    else if constexpr (!kSmooth)
       visit_weights<decltype(row), T>(state, factor, [&](const auto& w) {
         row.template write_except<T>(
             problem.grad_input, target, [&](int64_t, float x) { return w(x); },
@@ -345,6 +380,7 @@ struct ProbabilityLossBackward : OneTensorOp {
   }
   template <class T, class Reader>
   __device__ static void run(const RowProblem& problem, const Reader& reader) {
+    EntropyGradient<kEntropy> of_entropy(problem, reader.coord);
     auto row = reader.read(problem.input);
     const RowCoord coord = row.coord();
     const RowCoefficients<T> a{ClassCoefficients::of(problem), row_of<const T>(problem.target_probabilities, coord)};
@@ -353,7 +389,7 @@ struct ProbabilityLossBackward : OneTensorOp {
     const float grad_loss = grad_loss_of(problem, reader);
     const float loss_scale = problem.classes == 1 ? grad_loss - grad_loss : grad_loss;  // as for one target
     const float scale = loss_scale * a_sum + row_value(problem.grad_lse, coord), inverse = state.inverse_sum();
-    const EntropyGradient<kEntropy> of_entropy(problem, coord, state);
+    of_entropy.set_state(state);
     if (problem.grad_target.data != nullptr) {
       const NegativeLogProb negative_log_prob(state);
       row.template write<T>(problem.grad_target, [&](int64_t c, float x) {
@@ -368,138 +404,5 @@ struct ProbabilityLossBackward : OneTensorOp {
     });
   }
 };
-
-// ---- the reduction of the losses to one number
-
-constexpr int kReduceThreads = 512;
-constexpr int64_t kPairStride = sizeof(LossAndWeight) / sizeof(float);
-// The least rows that are worth a CTA, and the most CTAs: the second launch reduces one result per CTA. Up to kFewLosses one
-// CTA takes them all: a second launch costs the host more than the rows cost the CTA.
-constexpr int64_t kReduceRowsPerCta = 2048, kReduceMaxCtas = kReduceThreads;
-
-struct LossReduction {
-  const float *loss, *weight;
-  int64_t stride, rows, rows_per_cta;
-  LossAndWeight* partial;  // one per CTA; null: there is one CTA, which writes the results
-  DType dtype;
-  bool mean;
-  void* result;
-  float* divisor;
-};
-
-__global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_constant__ LossReduction reduction) {
-  using Group = RegisterRowGroup<kReduceThreads, kReduceThreads>;
-  const int64_t begin = blockIdx.x * reduction.rows_per_cta, end = min(begin + reduction.rows_per_cta, reduction.rows);
-  Sum loss, weight;
-  launch_dependents();
-  grid_dependency_wait();
-  constexpr int kUnroll = 8;  // loads of a thread in flight
-  for (int64_t i = begin + threadIdx.x; i < end; i += kUnroll * kReduceThreads) {
-    float losses[kUnroll], weights[kUnroll];
-#pragma unroll
-    for (int n = 0; n < kUnroll; ++n) {
-      const int64_t at = i + n * kReduceThreads;
-      losses[n] = at < end ? reduction.loss[at * reduction.stride] : 0.0f;
-      weights[n] = at < end ? reduction.weight[at * reduction.stride] : 0.0f;
-    }
-#pragma unroll
-    for (int n = 0; n < kUnroll; ++n) loss.add(losses[n]), weight.add(weights[n]);
-  }
-  loss = Group::merge_warps<0>(merge_lanes<kWarpSize>(loss));
-  weight = Group::merge_warps<1>(merge_lanes<kWarpSize>(weight));
-  if (threadIdx.x != 0) return;
-  if (reduction.partial != nullptr) {
-    reduction.partial[blockIdx.x] = {loss.value, weight.value};
-    return;
-  }
-  const float divisor = reduction.mean ? weight.value : 1.0f, result = loss.value / divisor;
-  *reduction.divisor = divisor;
-  if (reduction.dtype == DType::kFloat16)
-    *static_cast<__half*>(reduction.result) = narrow<__half>(result);
-  else if (reduction.dtype == DType::kBFloat16)
-    *static_cast<__nv_bfloat16*>(reduction.result) = narrow<__nv_bfloat16>(result);
-  else
-    *static_cast<float*>(reduction.result) = result;
-}
-
-int64_t reduce_ctas(int64_t rows) {
-  return rows <= kFewLosses ? 1 : std::min(ceil_div(rows, kReduceRowsPerCta), kReduceMaxCtas);
-}
-
-bool has_loss_sums(const RowProblem& problem) { return problem.loss_sums != nullptr && *problem.loss_sum_count != 0; }
-// The number of losses, of rows or of blocks of rows.
-int64_t reduced_losses(const RowProblem& problem) {
-  return has_loss_sums(problem) ? *problem.loss_sum_count : problem.outer * problem.inner;
-}
-
-template <bool kSmooth>
-using PlainIndexLossBackward = IndexLossBackward<kSmooth>;
-
-template <template <bool> class IndexOp, class ProbabilityOp, class T>
-void launch(const RowProblem& problem, bool contiguous, cudaStream_t stream, const char* name) {
-  if (problem.target == nullptr)
-    launch_rows<ProbabilityOp, T, T>(problem, contiguous, stream, name);
-  else if (problem.label_smoothing == 0)
-    launch_rows<IndexOp<false>, T, T>(problem, contiguous, stream, name);
-  else
-    launch_rows<IndexOp<true>, T, T>(problem, contiguous, stream, name);
-}
-
-}  // namespace
-
-void cross_entropy(const RowProblem& problem, CUstream_st* stream) {
-  if (problem.outer == 0 || problem.inner == 0) return;  // a row of no classes has a loss
-  const bool contiguous = classes_are_contiguous(problem, {problem.input.stride[1]});
-  visit_type(problem, "cross_entropy", [&]<class T>(Type<T>) {
-    launch<IndexLoss, ProbabilityLoss, T>(problem, contiguous, stream, "cross_entropy");
-    if (problem.entropy != nullptr) launch_rows<RowEntropy, T, T>(problem, contiguous, stream, "cross_entropy");
-  });
-}
-
-void cross_entropy_backward(const RowProblem& problem, CUstream_st* stream) {
-  if (is_empty(problem)) return;
-  const bool contiguous =
-      classes_are_contiguous(problem, {problem.input.stride[1], problem.grad_input.stride[1],
-                                       problem.grad_target.data == nullptr ? 1 : problem.grad_target.stride[1]});
-  visit_type(problem, "cross_entropy", [&]<class T>(Type<T>) {
-    constexpr const char* kName = "cross_entropy_backward";
-    if (problem.grad_entropy == nullptr)
-      launch<PlainIndexLossBackward, ProbabilityLossBackward<>, T>(problem, contiguous, stream, kName);
-    else if (problem.target == nullptr)
-      launch_rows<ProbabilityLossBackward<true>, T, T>(problem, contiguous, stream, kName);
-    else
-      launch_rows<IndexLossBackward<true, true>, T, T>(problem, contiguous, stream, kName);
-  });
-}
-
-int64_t reduce_losses_workspace(int64_t rows) {
-  const int64_t ctas = reduce_ctas(rows);
-  return ctas > 1 ? ctas * static_cast<int64_t>(sizeof(LossAndWeight)) : 0;
-}
-
-void reduce_losses(const RowProblem& problem, bool mean, void* result, void* divisor, void* workspace, CUstream_st* stream) {
-  const int64_t losses = reduced_losses(problem), ctas = reduce_ctas(losses);
-  const LossAndWeight* const sums = has_loss_sums(problem) ? static_cast<const LossAndWeight*>(problem.loss_sums) : nullptr;
-  LossReduction reduction{.loss = sums != nullptr ? &sums->loss : static_cast<const float*>(problem.loss),
-                          .weight = sums != nullptr ? &sums->weight : static_cast<const float*>(problem.row_weight),
-                          .stride = sums != nullptr ? kPairStride : 1,
-                          .rows = losses,
-                          .rows_per_cta = ceil_div(losses, ctas),
-                          .partial = ctas > 1 ? static_cast<LossAndWeight*>(workspace) : nullptr,
-                          .dtype = problem.result_dtype,
-                          .mean = mean,
-                          .result = result,
-                          .divisor = static_cast<float*>(divisor)};
-  launch_dependent(reduce_kernel, reduction, static_cast<unsigned>(ctas), kReduceThreads, stream);
-  if (ctas == 1) return;
-  // A second launch of one CTA reduces the first launch's results.
-  const LossAndWeight* partial = reduction.partial;
-  reduction.loss = &partial->loss;
-  reduction.weight = &partial->weight;
-  reduction.stride = kPairStride;
-  reduction.rows = reduction.rows_per_cta = ctas;
-  reduction.partial = nullptr;
-  launch_dependent(reduce_kernel, reduction, 1, kReduceThreads, stream);
-}
 
 }  // namespace flash_online::cuda
