@@ -62,6 +62,7 @@ def scores(query, key, scale, causal=False):
 def test_exact_to_the_float(head_dim, dtype, causal, device):
     """Products of whole numbers are exact in any order; all scores are negative, so that rows and keys past the end, which are
     zeros, must not count."""
+    eps = torch.finfo(dtype).eps
     g = torch.Generator().manual_seed(head_dim)
     for lengths in ((1, 1), (63, 65), (200, 333), (130, 97)):
         query, key = (whole_numbers(torch.randn(2, h, n, head_dim, generator=g)) for h, n in zip((4, 2), lengths, strict=True))
@@ -74,7 +75,7 @@ def test_exact_to_the_float(head_dim, dtype, causal, device):
         assert torch.equal(again[2], found) and torch.equal(again[0], out)
         expected = flash_online.attention(query, key, key, causal=causal, scale=0.25)
         # Another kernel may compute it, with tiles of other sizes: an output is as exact as the largest value of its sum.
-        torch.testing.assert_close(out, expected, rtol=0, atol=float(key.abs().max()) * torch.finfo(dtype).eps)
+        torch.testing.assert_close(out, expected, rtol=4 * eps, atol=30 * eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
