@@ -50,12 +50,13 @@ TORCHS = {
 
 # What is refused of some functions, by (case, way, transform).
 OURS: dict[tuple[str, str, str], tuple[type[Exception], str]] = {}
+PACKED_FORWARD = ("raw attention_varlen_forward", "raw attention_varlen_forward_with_max_logit")
 # A graph by symbolic make_fx or TorchScript that asks for a size of a tensor that vmap has wrapped, as some of torch's do.
 NO_SIZES = (RuntimeError, "Batching rule not implemented for aten::(sym_size|sym_numel|numel)")
 OURS |= {
     (case, "make_fx symbolic", "vmap"): NO_SIZES
     for case in (
-        *("sdpa broadcast", "attention alibi", "attention blocks", "raw attention_varlen_forward"),
+        *("sdpa broadcast", "attention alibi", "attention blocks", *PACKED_FORWARD),
         *("linear_cross_entropy", "linear_cross_entropy none", "linear_cross_entropy probabilities"),
         "linear_cross_entropy scale per row",
     )
@@ -78,7 +79,7 @@ OURS |= {
 }
 # Forward mode and second derivatives of packed sequences go sequence by sequence, by numbers that a tracer has not.
 BY_SEQUENCE = ((NotImplementedError, UNSUPPORTED, torch._dynamo.exc.BackendCompilerFailed), "cu_seqlens: expected values")
-for case in ("varlen", "varlen spans", "varlen causal sinks lse", *(f"raw attention_varlen_{d}ward" for d in ("for", "back"))):
+for case in ("varlen", "varlen spans", "varlen causal sinks lse", *PACKED_FORWARD, "raw attention_varlen_backward"):
     differentiated = TRANSFORMS.keys() - {"vmap"} if case.endswith("backward") else {*FORWARD_MODE, *SECOND}
     OURS |= {
         (case, way, t): BY_SEQUENCE for way in INSIDE for t in differentiated if (way, t) not in TORCHS and way != "compile"
