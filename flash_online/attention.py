@@ -529,24 +529,28 @@ class Attention(Description):
         return d_out, d_lse, torch.zeros_like(d_lse)  # lse_low has no derivative
 
 
-class _AttentionWithMaxLogit(Attention):
-    """Attention, and max_logit, which has no derivative, as a fourth result."""
+def with_max_logit(function: type, forward):
+    """`function`, Attention or one like it, whose operator is `forward`: with max_logit, which has no derivative, as a further
+    result."""
 
-    operator = ops.attention_forward_with_max_logit
+    class WithMaxLogit(function):
+        operator = forward
 
-    @staticmethod
-    def save(ctx, inputs, outputs):
-        *results, max_logit = outputs
-        ctx.mark_non_differentiable(max_logit)
-        return Attention.save(ctx, inputs, results)
+        @staticmethod
+        def save(ctx, inputs, outputs):
+            *results, max_logit = outputs
+            ctx.mark_non_differentiable(max_logit)
+            return function.save(ctx, inputs, results)
 
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse, grad_lse_low, _):
-        return Attention.backward(ctx, grad_out, grad_lse, grad_lse_low)
+        @staticmethod
+        def backward(ctx, *grads):
+            return function.backward(ctx, *grads[:-1])
 
-    @staticmethod
-    def jvp(ctx, *tangents):
-        return *Attention.jvp(ctx, *tangents), None
+        @staticmethod
+        def jvp(ctx, *tangents):
+            return *function.jvp(ctx, *tangents), None
+
+    return differentiable(WithMaxLogit)
 
 
 class _AttentionTraining(Description):
@@ -664,7 +668,7 @@ class _AttentionBackward(Description):
 
 
 _attention, _training = differentiable(Attention), differentiable(_AttentionTraining)
-_attention_with_max_logit = differentiable(_AttentionWithMaxLogit)
+_attention_with_max_logit = with_max_logit(Attention, ops.attention_forward_with_max_logit)
 _attention_backward = differentiable(_AttentionBackward)
 
 

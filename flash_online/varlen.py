@@ -17,7 +17,16 @@ from ._checks import none_as_zero
 from ._ops import InvalidArgument, accumulator_of, ops
 from ._plain import is_compiling
 from ._span_arguments import canonical_spans
-from .attention import AttentionKeywords, SpanKeywords, draw_rng, is_deterministic, operator_scale, results_of, tf32_for
+from .attention import (
+    AttentionKeywords,
+    SpanKeywords,
+    draw_rng,
+    is_deterministic,
+    operator_scale,
+    results_of,
+    tf32_for,
+    with_max_logit,
+)
 from .kvcache import varlen_over_pools
 
 if TYPE_CHECKING:
@@ -323,26 +332,6 @@ class _Varlen(Description):
         return d_out, d_lse, torch.zeros_like(d_lse)
 
 
-class _VarlenWithMaxLogit(_Varlen):
-    """_Varlen, and max_logit, which has no derivative, as a fourth result."""
-
-    operator = ops.attention_varlen_forward_with_max_logit
-
-    @staticmethod
-    def save(ctx, inputs, outputs):
-        *results, max_logit = outputs
-        ctx.mark_non_differentiable(max_logit)
-        return _Varlen.save(ctx, inputs, results)
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse, grad_lse_low, _):
-        return _Varlen.backward(ctx, grad_out, grad_lse, grad_lse_low)
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        return *_Varlen.jvp(ctx, *tangents), None
-
-
 class _VarlenBackward(Description):
     """The gradients of _Varlen's query, key, value and sinks, as in attention.py: (grad_out, grad_lse, *VarlenTensors, out,
     lse, lse_low, max_seqlen_q, max_seqlen_k, options, deterministic) -> these gradients."""
@@ -397,7 +386,7 @@ class _VarlenBackward(Description):
 
 
 _varlen_attention = differentiable(_Varlen)
-_varlen_with_max_logit = differentiable(_VarlenWithMaxLogit)
+_varlen_with_max_logit = with_max_logit(_Varlen, ops.attention_varlen_forward_with_max_logit)
 _varlen_backward = differentiable(_VarlenBackward)
 
 

@@ -2,8 +2,8 @@
 // queries, in one pass that reads queries once per tile of keys.
 //
 // A CTA owns a tile of keys of one head: math warpgroups with 64 keys each, in registers, and a warp that loads blocks of
-// queries and their lse. While the tensor cores compute the scores of one warpgroup, the others make weights of theirs. Nobody
-// else writes a key's sum, whose order is that of the queries.
+// queries and their lse. While the tensor cores compute the scores of one warpgroup, the others compute weights of theirs. No
+// other CTA writes a key's sum, and it is added in the order of the queries.
 #pragma once
 
 #include "../../hw/compiler.cuh"
