@@ -33,6 +33,7 @@ SECTIONS = (
         ["documents", "prefix", "tree", "shared_prefix", "padding", "sink_window", "from_flashmask", "to_mask", "Spans"],
     ),
     ("Statistics", "[What they are for](statistics.md).", flash_online, ["attention_weight_sums"]),
+    ("Float8", "[Products in float8](float8.md), for inference.", flash_online, ["float8_attention"]),
     ("Blocks", "[Sparse attention](blocks.md) by lists of blocks.", flash_online, ["BlockList", "block_scores"]),
     ("Softmax and top k", "", flash_online, ["softmax", "log_softmax", "logsumexp", "topk_softmax"]),
     ("Losses", "", flash_online, ["cross_entropy", "linear_cross_entropy"]),
@@ -62,6 +63,7 @@ SECTIONS = (
         ["attention", "varlen_attention", "merge_attention", "kvcache_attention", "cascade_attention", "cache_append"]
         + [
             "attention_weight_sums",
+            "float8_attention",
             "block_scores",
             "softmax",
             "log_softmax",

@@ -20,6 +20,7 @@ from .blocks import BlockList, block_scores
 from .cascade import CascadeLevel, cascade_attention
 from .cross_entropy import cross_entropy
 from .explain import Plan, explain
+from .float8 import float8_attention
 from .kvcache import cache_append, kvcache_attention
 from .linear_cross_entropy import linear_cross_entropy
 from .merge import merge_attention
@@ -61,6 +62,7 @@ __all__ = [
     "disable",
     "enable",
     "explain",
+    "float8_attention",
     "functional",
     "kvcache_attention",
     "linear_cross_entropy",

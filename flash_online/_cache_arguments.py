@@ -118,8 +118,8 @@ def is_plain_place(lengths: Tensor | None, table: Tensor | None, like: Tensor, b
     return rows == batch if table is None else are_plain_numbers(table, like, 2) and table.shape[0] == batch
 
 
-def check_no_gradient(*groups: dict) -> None:
-    """Raises if one of these tensors, which may be None, would lose a derivative."""
+def check_no_gradient(*groups: dict, function: str = "attention over cached keys") -> None:
+    """Raises if one of these tensors, which may be None, would lose a derivative. `function`: what has none."""
     grads, tangents = torch.is_grad_enabled(), forward_ad._current_level >= 0 and not is_compiling()
     if not grads and not tangents:
         return
@@ -129,12 +129,13 @@ def check_no_gradient(*groups: dict) -> None:
                 continue
             if grads and tensor.requires_grad:
                 raise InvalidArgument(
-                    f"{name}: expected a tensor without a gradient, got requires_grad=True: attention over cached keys has no "
-                    "gradient; call it under torch.no_grad()"
+                    f"{name}: expected a tensor without a gradient, got requires_grad=True: {function} has no gradient; "
+                    "call it under torch.no_grad()"
                 )
             if tangents and has_tangent(tensor):  # compiled code rejects them itself
                 raise InvalidArgument(
-                    f"{name}: expected a tensor without a tangent, got one of forward-mode AD, which cached keys do not support"
+                    f"{name}: expected a tensor without a tangent, got one of forward-mode AD, which {function} does not "
+                    "support"
                 )
 
 
@@ -275,17 +276,18 @@ def expand_scales(key_scale, value_scale, batch: int, key_cache: Tensor) -> Scal
     if key_scale is value_scale is None:
         return NO_SCALES
     shape = (batch, key_cache.shape[1])
-    expanded = []
-    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
-        if scale is not None:
-            if scale.dtype != torch.float32 or scale.device != key_cache.device:
-                raise InvalidArgument(f"{name}: expected float32 on {key_cache.device}, got {scale.dtype} on {scale.device}")
-            try:
-                scale = scale.expand(shape)
-            except RuntimeError:
-                raise InvalidArgument(f"{name}: expected what broadcasts to {list(shape)}, got {list(scale.shape)}") from None
-        expanded.append(scale)
-    return Scales(*expanded)
+    named = (("key_scale", key_scale), ("value_scale", value_scale))
+    return Scales(*(None if scale is None else expand_scale(name, scale, shape, key_cache.device) for name, scale in named))
+
+
+def expand_scale(name: str, scale: Tensor, shape, device: torch.device) -> Tensor:
+    """A float32 scale on this device, expanded to a shape."""
+    if scale.dtype != torch.float32 or scale.device != device:
+        raise InvalidArgument(f"{name}: expected float32 on {device}, got {scale.dtype} on {scale.device}")
+    try:
+        return scale.expand(shape)
+    except RuntimeError:
+        raise InvalidArgument(f"{name}: expected what broadcasts to {list(shape)}, got {list(scale.shape)}") from None
 
 
 def check_splits(num_splits) -> int:

@@ -6,8 +6,10 @@ and float16. The results are compared with flash_online.reference in float64, wi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from ._self_check import Call, require
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Without gradients.
 INFERENCE = ("kvcache_attention", "cascade_attention", "cache_append", "attention_weight_sums", "block_scores")
+INFERENCE += ("float8_attention",)
 
 
 def own(name: str, **arguments: Any) -> Call:
@@ -46,6 +49,24 @@ def replaced(name: str, plain: Callable[..., Any], **arguments: Any) -> Call:
         return results
 
     return Call("override", f"inside override(), torch.nn.functional.{name}", ours, plain, arguments)
+
+
+def float8_call(generator: torch.Generator, head_dim: int) -> Call:
+    """A call of float8_attention with numbers that e4m3 holds: those of query and key, of which a key's negative is another
+    one, so that they have the mean 0; values; and weights, which are powers of 2. It runs in 16 bits for float32."""
+
+    def whole(most: int, *shape: int) -> Tensor:
+        return torch.randint(-most, most + 1, shape, generator=generator).float()
+
+    def ours(**given: Any) -> Any:
+        single = {name for name, t in given.items() if isinstance(t, Tensor) and t.dim() == 4 and t.dtype == torch.float32}
+        return flash_online.float8_attention(**{n: t.bfloat16() if n in single else t for n, t in given.items()})
+
+    half, value = whole(1, 2, 2, 45, head_dim), whole(7, 2, 2, 90, head_dim)
+    value[..., 0] = 7  # the largest, which the scale is chosen by
+    operands = {"query": whole(1, 2, 4, 70, head_dim), "key": torch.cat([half, -half], -2), "value": value}
+    options = {"sinks": torch.randn(4, generator=generator), "causal": True, "scale": math.log(2), "return_lse": True}
+    return replace(own("float8_attention", **operands, **options, alignment="lower_right"), ours=ours)
 
 
 def row_calls(generator: torch.Generator) -> Iterator[Call]:
@@ -80,7 +101,7 @@ def row_calls(generator: torch.Generator) -> Iterator[Call]:
 
 def attention_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]:
     """The calls of attention, varlen_attention, kvcache_attention, cascade_attention, cache_append, merge_attention,
-    attention_weight_sums and block_scores."""
+    attention_weight_sums, float8_attention and block_scores."""
 
     def heads(*shape: int) -> dict[str, Tensor]:
         """query, key and value, of [batch, heads of query, heads of key and value, queries, keys] or without the batch."""
@@ -124,6 +145,7 @@ def attention_calls(generator: torch.Generator, head_dim: int) -> Iterator[Call]
     del scored["value"]
     lse = torch.rand(2, 4, 150, generator=generator) + 5
     yield own("attention_weight_sums", **scored, lse=lse, causal=True, last=64)
+    yield float8_call(generator, head_dim)
     yield own("block_scores", **scored, size=(64, 64))
     yield own("block_scores", **scored, size=(128, 64), reduce="max", causal=True)
 

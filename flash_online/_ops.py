@@ -557,6 +557,36 @@ def _attention_weight_sums_flops(query, key, *args, out_shape=None, **kwargs) ->
 _register("attention_weight_sums", _attention_weight_sums_fake, _attention_weight_sums_vmap, _attention_weight_sums_flops)
 
 
+def _float8_attention_fake(
+    query, key, value, query_scale, key_scale, value_scale, smooth_keys, window_left, window_right, offset, query_spans,
+    key_spans, softcap, sinks, scale, out_dtype, return_lse,
+):  # fmt: skip
+    sizes = [*query.shape[:-1], value.shape[-1]]
+    out = query.new_empty_strided(sizes, dense_strides_in_order(sizes, query.stride()), dtype=out_dtype)
+    return out, query.new_empty(query.shape[:-1] if return_lse else [0], dtype=torch.float32)
+
+
+def _float8_attention_vmap(info, in_dims, *args):
+    sinks, size = 13, info.batch_size
+    if in_dims[sinks] is not None:  # sinks have no batch dimension
+        return _one_by_one(ops.float8_attention.default, info, in_dims, args)
+    batch = _front(args[0], in_dims[0], size).shape[:2]
+
+    def folded(tensor, dim):  # the mapped dimension and the batch in one; spans may have size 1 in the batch
+        tensor = _front(tensor, dim, size)
+        return tensor.expand(*batch, *tensor.shape[2:]).flatten(0, 1)
+
+    given = [
+        folded(argument, in_dims[n]) if isinstance(argument, Tensor) and n != sinks else argument
+        for n, argument in enumerate(args)
+    ]
+    out, lse = ops.float8_attention.default(*given)
+    return (out.unflatten(0, batch), lse.unflatten(0, batch) if args[-1] else lse.expand(size, 0)), (0, 0)
+
+
+_register("float8_attention", _float8_attention_fake, _float8_attention_vmap, _attention_forward_flops)
+
+
 def _block_tiles_fake(counts, indices, rows, columns, queries, keys):
     return counts.new_empty([*counts.shape[:-1], (queries + 63) // 64, (keys + columns - 1) // columns], dtype=torch.bool)
 

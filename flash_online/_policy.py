@@ -25,6 +25,7 @@ OPERATORS = {
     "cache_append": "cache_append_",
     "merge_attention": "attention_merge",
     "attention_weight_sums": "attention_weight_sums",
+    "float8_attention": "float8_attention",
     "softmax": "softmax_forward",
     "log_softmax": "softmax_forward",
     "logsumexp": "logsumexp_forward",

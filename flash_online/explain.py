@@ -24,6 +24,7 @@ from ._policy import is_dtensor, no_kernel, refusal, strict_is_active, why_forwa
 from .attention import attention
 from .cascade import cascade_attention
 from .cross_entropy import cross_entropy
+from .float8 import float8_attention
 from .kvcache import cache_append, kvcache_attention
 from .linear_cross_entropy import linear_cross_entropy
 from .merge import merge_attention
@@ -89,10 +90,10 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
     """Returns what `function(*args, **kwargs)` would run, without running it: a Plan. str(plan) is a readable text.
 
     Args:
-        function: one of flash_online's (attention, varlen_attention, kvcache_attention, cascade_attention, cache_append,
-            merge_attention, softmax, log_softmax, logsumexp, topk_softmax, cross_entropy, linear_cross_entropy), of
-            flash_online.functional's or of torch.nn.functional's (scaled_dot_product_attention, softmax, log_softmax,
-            cross_entropy, linear_cross_entropy).
+        function: one of flash_online's (attention, varlen_attention, attention_weight_sums, float8_attention,
+            kvcache_attention, cascade_attention, cache_append, merge_attention, softmax, log_softmax, logsumexp, topk_softmax,
+            cross_entropy, linear_cross_entropy), of flash_online.functional's or of torch.nn.functional's
+            (scaled_dot_product_attention, softmax, log_softmax, cross_entropy, linear_cross_entropy).
         *args: arguments of the call.
         **kwargs: keyword arguments of the call.
 
@@ -132,11 +133,13 @@ def explain(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
         if storage._cdata not in kept | given:
             given.add(storage._cdata)
             extra[label] = extra.get(label, 0) + storage.nbytes()
-    kernel, refused = "flash_online's CUDA kernel", {}
+    kernel, refused = _CUDA_KERNEL, {}
     if device not in ("cpu", "meta"):
         for operator, call in record.operators:
             if operator in _ATTENTION:
                 kernel, refused = _cuda_kernel(operator, call)
+            elif operator == "float8_attention":
+                kernel, refused = _float8_kernel(call)
             elif operator == "attention_weight_sums":
                 kernel = "flash_online's CUDA kernel (sm90, or one of the forward pass: the first that takes the call)"
             elif operator in _CACHED:  # over cached keys; a cascade runs several
@@ -164,6 +167,7 @@ def _known(function: Callable) -> tuple[str, str, Callable, Callable | None]:
         attention,
         varlen_attention,
         attention_weight_sums,
+        float8_attention,
         kvcache_attention,
         cascade_attention,
         cache_append,
@@ -272,26 +276,18 @@ def _cpu_kernel() -> tuple[str, dict[str, str]]:
 def _cuda_kernel(operator: str, call: SimpleNamespace) -> tuple[str, dict[str, str]]:
     """(the CUDA kernel that runs attention's forward pass, why each kernel that would be preferred refuses the call)."""
     introspect, packed = _introspection(), operator.startswith("attention_varlen_forward")
-    title = "flash_online's CUDA kernel"
     if introspect is None:
-        return title, {}
+        return _CUDA_KERNEL, {}
     call = _attention_call(operator, call)
 
-    def shape(tensor):
-        if packed:  # [rows, heads, head dim]
-            tensor = tensor.unsqueeze(0).transpose(1, 2)
-        sizes, strides = tensor.shape, tensor.stride()
-        batch = math.prod(sizes[:-3])
-        return (batch, *sizes[-3:]), (strides[-4], *strides[-3:]), tensor.storage_offset() * tensor.element_size()
+    def shape(tensor):  # packed: [rows, heads, head dim]
+        return _shape_of(tensor.unsqueeze(0).transpose(1, 2) if packed else tensor)
 
-    gpu = torch.cuda.get_device_properties(call.query.device.index)
-    out_sizes = [*call.query.shape[:-1], call.value.shape[-1]]
-    out = call.query.new_empty_strided(out_sizes, dense_strides_in_order(out_sizes, call.query.stride()))
     lines = introspect.attention_candidates(
         str(LIBRARY),
         _dtype_name(call.query),
         *(shape(tensor) for tensor in (call.query, call.key, call.value)),
-        shape(out),
+        shape(_out_like_query(call)),
         None if call.mask is None else (_dtype_name(call.mask), shape(call.mask)),
         call.alibi_slopes is not None,
         call.sinks is not None,
@@ -304,7 +300,7 @@ def _cuda_kernel(operator: str, call: SimpleNamespace) -> tuple[str, dict[str, s
         call.softcap,
         call.dropout_p,
         call.tf32,
-        (gpu.major, gpu.minor, gpu.shared_memory_per_block_optin),
+        _gpu_of(call),
         None,
         (
             call.query_spans is not None,
@@ -312,14 +308,63 @@ def _cuda_kernel(operator: str, call: SimpleNamespace) -> tuple[str, dict[str, s
             0 if call.tiles is None else tile_keys(call.tiles, call.key.shape[-2]),
         ),
         operator.endswith("with_max_logit"),
-    ).splitlines()
-    refused = {}
-    for line in lines:
+    )
+    return _first_of(lines)
+
+
+def _float8_kernel(call: SimpleNamespace) -> tuple[str, dict[str, str]]:
+    """The same for float8_attention."""
+    introspect = _introspection()
+    if introspect is None:
+        return _CUDA_KERNEL, {}
+    out = _out_like_query(call)
+    lines = introspect.float8_candidates(
+        str(LIBRARY),
+        _dtype_name(call.query),
+        str(call.out_dtype).removeprefix("torch."),
+        *(_shape_of(tensor) for tensor in (call.query, call.key, call.value, out)),
+        call.smooth_keys,
+        call.window_left,
+        call.window_right,
+        call.offset,
+        tuple(0 if spans is None else spans.shape[-1] // 2 for spans in (call.query_spans, call.key_spans)),
+        call.sinks is not None,
+        call.scale,
+        call.softcap,
+        _gpu_of(call),
+    )
+    return _first_of(lines)
+
+
+_CUDA_KERNEL = "flash_online's CUDA kernel"
+
+
+def _shape_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """A tensor [..., heads, rows, head dim] as the introspection module takes it."""
+    sizes, strides = tensor.shape, tensor.stride()
+    batch = math.prod(sizes[:-3])
+    return (batch, *sizes[-3:]), (strides[-4], *strides[-3:]), tensor.storage_offset() * tensor.element_size()
+
+
+def _out_like_query(call: SimpleNamespace) -> Tensor:
+    sizes = [*call.query.shape[:-1], call.value.shape[-1]]
+    return call.query.new_empty_strided(sizes, dense_strides_in_order(sizes, call.query.stride()))
+
+
+def _gpu_of(call: SimpleNamespace) -> tuple[int, int, int]:
+    gpu = torch.cuda.get_device_properties(call.query.device.index)
+    return gpu.major, gpu.minor, gpu.shared_memory_per_block_optin
+
+
+def _first_of(lines: str) -> tuple[str, dict[str, str]]:
+    """The first kernel without a reason to refuse, and the reasons of those before it."""
+    refused: dict[str, str] = {}
+    for line in lines.splitlines():
         name, reason = line.split(" ", 1)
         if not reason:
-            return f"{title} ({name})", refused
-        refused[f"{title} ({name})"] = reason
-    return title, refused
+            return f"{_CUDA_KERNEL} ({name})", refused
+        refused[f"{_CUDA_KERNEL} ({name})"] = reason
+    return _CUDA_KERNEL, refused
 
 
 def _dtype_name(tensor: Tensor) -> str:
@@ -335,8 +380,9 @@ def _scratch(operator: str, call: SimpleNamespace) -> int:
     unknown: there is no introspection module, or it depends on values in tensors."""
     introspect = _introspection()
     # Over cached keys the number of partial results depends on the lengths, which only the device knows. The operators of
-    # _NO_SCRATCH allocate their results alone. Sums of weights need as much as the forward pass of the transposed problem.
-    if introspect is None or operator in (*_CACHED, *_NO_SCRATCH, "attention_weight_sums"):
+    # _NO_SCRATCH allocate their results alone. Sums of weights need as much as the forward pass of the transposed problem, and
+    # products in float8 keys and values in float32.
+    if introspect is None or operator in (*_CACHED, *_NO_SCRATCH, "attention_weight_sums", "float8_attention"):
         return 0
     threads = torch.get_num_threads()
     if operator not in _ATTENTION:

@@ -45,6 +45,7 @@ __all__ = [
     "cross_entropy",
     "linear_cross_entropy",
     "attention_weight_sums",
+    "float8_attention",
     "visible",
     "dropout_keep",
 ]
@@ -752,6 +753,84 @@ def attention_weight_sums(
     begin = 0 if last is None else max(query.shape[-2] - last, 0)
     sums = weights[..., begin:, :].sum(-2).float()
     return sums.squeeze(0) if headless else sums
+
+
+@overload
+def float8_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = ..., **options: Any
+) -> Tensor: ...
+@overload
+def float8_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def float8_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def float8_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    smooth_keys: bool = True,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attention() in float64 of the operands that float8 leaves of query, key and value; `options` are its own.
+
+    e4m3 inputs are multiplied by their scales, which broadcast to [..., Hkv]. Others, of any floating dtype, are rounded to
+    multiples of a scale in e4m3, one scale for the finite numbers of a batch and key head; keys less their mean over the
+    sequence with `smooth_keys`. Weights are not rounded.
+    """
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
+    if query.dtype == torch.float8_e4m3fn:
+        scales = (query_scale, key_scale, value_scale)
+        q, k, v = (_times(t, s, query.shape[-3:-2]) for t, s in zip((query, key, value), scales, strict=True))
+    else:
+        heads = key.shape[-3] if key.dim() > 2 else 1
+        groups = query.shape[-3] // heads if query.dim() > 2 and heads and query.shape[-3] % heads == 0 else 1
+        product, k = torch.zeros(1), key.float()
+        if smooth_keys and key.shape[-2]:
+            mean = torch.where(k.isfinite(), k, 0).double().mean(-2, keepdim=True).float()
+            each = mean.repeat_interleave(groups, -3) if key.dim() > 2 else mean
+            product, k = (query.double() * each).sum(-1, keepdim=True), k - mean
+        q = query.float()
+        q = _in_float8(q.unflatten(-3, (-1, groups)), 3).flatten(-4, -3) if groups > 1 else _in_float8(q, 2)
+        k, v = _in_float8(k, 2), _in_float8(value.float(), 2)
+        # The product is one more column of the query, which meets a column of ones.
+        rows = torch.broadcast_shapes(q.shape[:-1], product.shape[:-1])
+        q = torch.cat([q.expand(*rows, -1), product.double().to(q.device).expand(*rows, 1)], -1)
+        k = torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1)
+    out, lse = attention(q, k, v, scale=scale, return_lse=True, **options)
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype
+    return (out.to(out_dtype), lse.float()) if return_lse else out.to(out_dtype)
+
+
+def _times(tensor: Tensor, scale: Tensor | None, heads: Sequence[int]) -> Tensor:
+    """An e4m3 operand in float64, multiplied by its scale [..., Hkv], which each key head's queries share."""
+    wide = tensor.float().double()
+    if scale is None:
+        return wide
+    if scale.dim() and scale.shape[-1] not in (1, *tensor.shape[-3:-2]):  # the tensor is the query
+        scale = scale.repeat_interleave(tensor.shape[-3] // scale.shape[-1], -1)
+    return wide * scale.double()[..., None, None]
+
+
+def _in_float8(tensor: Tensor, dims: int) -> Tensor:
+    """A float32 tensor in float64, rounded to multiples of one scale in e4m3 for its last `dims` dimensions each."""
+    last = tuple(range(-dims, 0))
+    largest = torch.where(tensor.isfinite(), tensor.abs(), 0)
+    largest = largest.amax(last, keepdim=True) if tensor.numel() else largest.sum(last, keepdim=True)
+    scale = largest / 448
+    multiple = (tensor / torch.where(scale == 0, 1, scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return multiple.float().double() * scale.double()
 
 
 def block_scores(

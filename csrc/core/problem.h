@@ -153,6 +153,16 @@ struct AttentionGradients {
   double *row_max = nullptr, *row_log_sum = nullptr;
 };
 
+// float8_attention: products in e4m3 (ops/attention/float8.cpp).
+struct Float8Problem {
+  AttentionProblem attention;  // its dtype is that of `out` alone; key_heads == value_heads
+  DType input = DType::kBFloat16;  // of query, key and value: 16 bits, to be quantised, or kFloat8E4M3
+  bool smooth_keys = true;  // 16-bit inputs: whether keys are quantised less their mean
+  // e4m3: [batch, key_heads], what the tensors are multiplied by; null: 1
+  const float *query_scale = nullptr, *key_scale = nullptr, *value_scale = nullptr;
+  int64_t query_scale_stride[2] = {}, key_scale_stride[2] = {}, value_scale_stride[2] = {};
+};
+
 // New keys and values that are written into a cache, at the ends of its sequences or at given slots, and queries that are
 // rotated alike. Rotary embedding (arXiv 2104.09864) turns pairs of columns by the angles of a position.
 struct AppendProblem {

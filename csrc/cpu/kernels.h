@@ -27,6 +27,10 @@ struct AttentionKernels {
   // where `forward` computes it.
   int64_t (*few_rows_kv_splits)(const AttentionProblem&);
 
+  // float8_attention.
+  Memory (*float8_memory)(const Float8Problem&);
+  void (*float8)(const Float8Problem&, const Executor&);
+
   // These functions need no memory.
   void (*append)(const AppendProblem&, const Executor&);
   void (*dropout_mask)(const DropoutProblem&, const Executor&);

@@ -19,6 +19,8 @@ struct Api {
   // result is valid until the thread's next call. Empty in a build without CUDA.
   const char* (*attention_candidates)(const AttentionProblem& problem, const AttentionGradients* gradients, bool deterministic,
                                       int major, int minor, int shared_bytes);
+  // The same for float8_attention.
+  const char* (*float8_candidates)(const Float8Problem& problem, int major, int minor, int shared_bytes);
   // The number of attention passes that this process has planned on CUDA.
   int64_t (*attention_plans)();
 };

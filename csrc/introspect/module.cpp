@@ -171,11 +171,9 @@ void set_view(View& view, const TensorShape& shape) {
 }
 
 const std::map<std::string, DType>& dtypes() {
-  static const std::map<std::string, DType> names = {{"float16", DType::kFloat16},
-                                                     {"bfloat16", DType::kBFloat16},
-                                                     {"float32", DType::kFloat32},
-                                                     {"float64", DType::kFloat64},
-                                                     {"bool", DType::kBool}};
+  static const std::map<std::string, DType> names = {{"float16", DType::kFloat16},          {"bfloat16", DType::kBFloat16},
+                                                     {"float32", DType::kFloat32},          {"float64", DType::kFloat64},
+                                                     {"float8_e4m3fn", DType::kFloat8E4M3}, {"bool", DType::kBool}};
   return names;
 }
 
@@ -255,6 +253,33 @@ std::string attention_candidates(const std::string& library, const std::string& 
                                   shared_bytes);
 }
 
+std::string float8_candidates(const std::string& library, const std::string& input, const std::string& out_dtype,
+                              const TensorShape& query, const TensorShape& key, const TensorShape& value,
+                              const TensorShape& out, bool smooth_keys, int64_t window_left, int64_t window_right,
+                              int64_t offset, const std::pair<int, int>& intervals, bool sinks, double scale, double softcap,
+                              const std::tuple<int, int, int>& gpu) {
+  Float8Problem problem;
+  problem.input = dtypes().at(input), problem.smooth_keys = smooth_keys;
+  AttentionProblem& attention = problem.attention;
+  attention.dtype = dtypes().at(out_dtype);
+  const auto size = [](const TensorShape& shape, size_t i) { return std::get<0>(shape)[i]; };
+  attention.batch = size(query, 0), attention.heads = size(query, 1), attention.queries = size(query, 2);
+  attention.key_heads = attention.value_heads = size(key, 1), attention.keys = size(key, 2);
+  attention.head_dim = size(query, 3), attention.head_dim_v = size(value, 3);
+  set_view(attention.query, query), set_view(attention.key, key), set_view(attention.value, value);
+  set_view(attention.out, out);
+  attention.visible = {window_left, window_right, offset};
+  attention.scale = scale, attention.softcap = softcap;
+  const int32_t start = 0;
+  if (sinks) attention.sinks = &start;
+  const auto set_spans = [&](SpanView& spans, int count) {
+    if (count > 0) spans.data = &start, spans.intervals = count;
+  };
+  set_spans(attention.query_spans, intervals.first), set_spans(attention.key_spans, intervals.second);
+  const auto [major, minor, shared_bytes] = gpu;
+  return api_of(library).float8_candidates(problem, major, minor, shared_bytes);
+}
+
 auto ranges(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t count) {
   const Visibility visible{left, right, offset};
   const KeyRange keys = keys_of(visible, first, count);
@@ -300,6 +325,12 @@ PYBIND11_MODULE(_introspect, m) {
       "compute capability and bytes of shared memory per CTA; backward: (grad_out, deterministic), or None for a forward "
       "pass; sparsity: whether there are spans of queries, whether of keys, and the keys per block of a list of blocks or 0; "
       "max_logit: whether it is computed.");
+  m.def("float8_candidates", float8_candidates, py::arg("library"), py::arg("input"), py::arg("out_dtype"), py::arg("query"),
+        py::arg("key"), py::arg("value"), py::arg("out"), py::arg("smooth_keys"), py::arg("window_left"),
+        py::arg("window_right"), py::arg("offset"), py::arg("intervals"), py::arg("sinks"), py::arg("scale"),
+        py::arg("softcap"), py::arg("gpu"),
+        "The same for a call of float8_attention; input: the dtype of query, key and value; intervals: those of a row of "
+        "query_spans and of key_spans, or 0.");
   m.def(
       "attention_plans", [](const std::string& library) { return api_of(library).attention_plans(); }, py::arg("library"),
       "How many passes of attention this process has planned on CUDA: one per forward or backward pass.");

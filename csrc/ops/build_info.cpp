@@ -52,17 +52,26 @@ static int64_t row_scratch(bool float64, int64_t k) {
   return cpu::kernels().rows.scratch(problem);
 }
 
-static const char* attention_candidates(const AttentionProblem& problem, const AttentionGradients* gradients,
-                                        bool deterministic, int major, int minor, int shared_bytes) {
+static const char* lines_of(const cuda::Candidates& candidates) {
   thread_local std::string lines;
   lines.clear();
+  for (const auto& [name, reason] : candidates) lines += name + ' ' + reason + '\n';
+  return lines.c_str();
+}
+
+static const char* attention_candidates(const AttentionProblem& problem, const AttentionGradients* gradients,
+                                        bool deterministic, int major, int minor, int shared_bytes) {
   if constexpr (kBuiltWithCuda) {
     const cuda::Gpu gpu{major, minor, shared_bytes};
-    for (const auto& [name, reason] : gradients ? cuda::backward_candidates({problem, *gradients, deterministic}, gpu)
-                                                : cuda::forward_candidates(problem, gpu))
-      lines += name + ' ' + reason + '\n';
+    return lines_of(gradients ? cuda::backward_candidates({problem, *gradients, deterministic}, gpu)
+                              : cuda::forward_candidates(problem, gpu));
   }
-  return lines.c_str();
+  return lines_of({});
+}
+
+static const char* float8_candidates(const Float8Problem& problem, int major, int minor, int shared_bytes) {
+  if constexpr (kBuiltWithCuda) return lines_of(cuda::float8_candidates(problem, {major, minor, shared_bytes}));
+  return lines_of({});
 }
 
 static int64_t attention_plans() {
@@ -77,5 +86,6 @@ extern "C" __attribute__((visibility("default"))) const flash_online::Api flash_
     .attention_memory = flash_online::ops::attention_memory,
     .row_scratch = flash_online::ops::row_scratch,
     .attention_candidates = flash_online::ops::attention_candidates,
+    .float8_candidates = flash_online::ops::float8_candidates,
     .attention_plans = flash_online::ops::attention_plans,
 };

@@ -86,6 +86,16 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   define(m,
          "attention_weight_sums(Tensor query, Tensor key, Tensor lse, SymInt window_left, SymInt window_right, SymInt offset, "
          "float? scale, float softcap) -> Tensor sums");
+  // Attention with products in e4m3, without gradients: query [batch, heads, queries, head_dim], key and value [batch, key
+  // heads, keys, width], all e4m3, with scales (float32 [batch, key heads], none: 1) that they are multiplied by; or all of one
+  // 16-bit dtype, quantised by the largest finite magnitude of a batch and key head, and keys less their mean over the sequence
+  // if smooth_keys. Query i is at position i + offset. sinks: float32 [heads]. out: 16 bits, strides in the query's order; lse
+  // [batch, heads, queries], float32, without elements unless it is wanted.
+  define(m,
+         "float8_attention(Tensor query, Tensor key, Tensor value, Tensor? query_scale, Tensor? key_scale, "
+         "Tensor? value_scale, bool smooth_keys, SymInt window_left, SymInt window_right, SymInt offset, Tensor? query_spans, "
+         "Tensor? key_spans, float softcap, Tensor? sinks, float? scale, ScalarType out_dtype, bool return_lse) -> "
+         "(Tensor out, Tensor lse)");
   // From lists of blocks, counts [..., blocks of queries] and indices [..., blocks of queries, capacity] (int32, any values),
   // to `tiles` of attention_forward, [..., tiles of queries, blocks of keys]. A block has `rows` queries and `columns` keys,
   // multiples of 64.

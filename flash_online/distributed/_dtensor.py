@@ -33,6 +33,8 @@ def refusal(function: str, position: int, tensor, dim) -> str | None:
     found = next((d for d in dims if d in _whole_dims(function, position, tensor, dim)), None)
     if function in ("kvcache_attention", "cascade_attention", "cache_append"):
         return "a DTensor: there are no rules for cached keys; call it on each rank's part, tensor.to_local()"
+    if function == "float8_attention":
+        return "a DTensor: there are no rules for products in float8; call it on each rank's part, tensor.to_local()"
     if found is None:
         return None
     reason = f"a DTensor sharded along dimension {found}, which has to be whole"

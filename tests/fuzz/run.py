@@ -31,6 +31,7 @@ CHECKS = {
     "cached": test_fuzz.check_cached,
     "spans": test_fuzz.check_spans,
     "blocks": test_fuzz.check_blocks,
+    "float8": test_fuzz.check_float8,
 }
 
 
@@ -49,6 +50,7 @@ def arguments() -> argparse.Namespace:
     kinds.add_argument("--cached", action="store_true", help="problems over cached keys, in place of all others")
     kinds.add_argument("--spans", action="store_true", help="problems with spans, in place of all others")
     kinds.add_argument("--blocks", action="store_true", help="problems with lists of blocks, in place of all others")
+    kinds.add_argument("--float8", action="store_true", help="problems of float8_attention, in place of all others")
     return parser.parse_args()
 
 

@@ -14,6 +14,7 @@ import torch
 from block_cases import SIZES
 from cache_cases import LARGE_SCORES, between, random_cached
 from cases import DTYPES
+from float8_cases import E4M3, Float8, skip_without_kernel
 from instruction_sets import run_tests, skip_unless_lesser
 from oracle import Attention, Packed, compare_with_reference
 
@@ -211,6 +212,33 @@ def check_cached(seed: int, device: str) -> None:
     problem.check_append(flash_online.cache_append, device, slots=True)
 
 
+def check_float8(seed: int, device: str) -> None:
+    """A problem of float8_attention, from the shapes and options of one of attention."""
+    choose = random.Random(seed)
+    like = attention(choose, seed)
+    bound = [0, 5, 127, 128, 129, 255, 256, 300]
+    heads, widths = like.heads, [8, 16, 40, 64, 64, 72, 96, 128, 128, 192, 256]
+    problem = Float8(
+        dtype=choose.choice([torch.float16, torch.bfloat16, E4M3]),
+        batch=like.batch,
+        heads=(heads[0], heads[1]),
+        lengths=tuple(choose.choice([n, n, choose.choice(bound)]) for n in like.lengths),
+        head_dims=tuple(choose.choice([n, choose.choice(widths)]) for n in like.head_dims),
+        layouts=like.layouts[:3],
+        options={n: value for n, value in like.options.items() if n not in ("dropout_p", "deterministic")},
+        smooth_keys=choose.random() < 0.6,
+        scales=choose.random() < 0.7,
+        sinks=like.sinks,
+        spans=choose.choice([(0, 0), (0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 2)]),
+        head_spans=choose.random() < 0.4,
+        out_dtype=choose.choice([torch.float16, torch.bfloat16, None]),
+        size=like.size,
+        mean=choose.choice([0.0, 0.0, 1.0, 10.0]),
+        seed=seed,
+    )
+    problem.check(device)
+
+
 def check_all(check_one, device: str, cached: str = "") -> None:
     assert COUNT > 0
     for seed in range(SEED, SEED + COUNT):
@@ -235,6 +263,11 @@ def test_fuzz_blocks(device):
 
 def test_fuzz_cached_keys(cache_device):
     check_all(check_cached, cache_device, " --cached")
+
+
+def test_fuzz_float8(device):
+    skip_without_kernel(device)
+    check_all(check_float8, device, " --float8")
 
 
 @pytest.mark.slow

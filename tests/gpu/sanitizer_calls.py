@@ -135,6 +135,34 @@ def weight_sums(lengths=(152, 210), heads=(2, 2), head_dim=64, dtype=torch.bfloa
     return call
 
 
+def float8(lengths=(152, 210), heads=(2, 2), head_dim=64, dtype=torch.bfloat16, tensors=None, **options):
+    """`tensors` makes options that lie on the device; e4m3 inputs have a scale of each kind."""
+
+    def call():
+        shapes = zip((heads[0], *heads[1:] * 2), (lengths[0], *lengths[1:] * 2), strict=True)
+        inputs = [randn(2, h, n, head_dim, grad=False).to(dtype) for h, n in shapes]
+        made = {name: make() for name, make in (tensors or {}).items()}
+        if dtype == torch.float8_e4m3fn:
+            made |= {f"{name}_scale": torch.rand(2, heads[1], device="cuda") for name in ("query", "key", "value")}
+        return flash_online.float8_attention(*inputs, **options, **made, return_lse=True)
+
+    return call
+
+
+FLOAT8 = {
+    **{f"head dim {e}": float8(head_dim=e) for e in (64, 96, 128, 192, 256)},
+    **{f"e4m3, head dim {e}": float8(head_dim=e, dtype=torch.float8_e4m3fn) for e in (64, 96, 128, 192, 256)},
+    "causal": float8(causal=True, heads=(4, 2), lengths=(300, 210), dtype=torch.float16),
+    "causal, lower right": float8(causal=True, alignment="lower_right", head_dim=128),
+    "window": float8(window=(100, 9), smooth_keys=False, head_dim=128),
+    "softcap": float8(softcap=4.0),
+    "sinks": float8(tensors={"sinks": lambda: randn(2, dtype=torch.float32, grad=False)}, head_dim=256),
+    "spans": float8(tensors={"query_spans": query_spans, "key_spans": key_spans}),
+    "e4m3, spans": float8(tensors={"key_spans": key_spans}, head_dim=128, dtype=torch.float8_e4m3fn),
+    "few rows": float8(lengths=(5, 7)),
+    "long": float8(lengths=(520, 1100), causal=True, alignment="lower_right", heads=(4, 1), head_dim=128),
+}
+
 ATTENTION = {
     **{f"maximum logit, head dim {e}": attention(return_max_logit=True, head_dims=(e, e)) for e in (64, 96, 128, 192, 256)},
     "maximum logit, causal": attention(return_max_logit=True, causal=True, heads=(4, 2, 2)),
@@ -445,6 +473,7 @@ def linear_cross_entropy(dtype, reduction, **options):
 CALLS = {
     **{f"attention, {name}": ("any", call) for name, call in ATTENTION.items()},
     **{f"sm80 attention, {name}": ("sm80", call) for name, call in ATTENTION.items()},
+    **{f"float8, {name}": ("any", call) for name, call in FLOAT8.items()},
     **{f"cached keys, {name}": ("any", call) for name, call in CACHED.items()},
     "merge_attention": ("any", merge(torch.bfloat16)),
     "merge_attention, float32": ("any", merge(torch.float32)),

@@ -27,10 +27,38 @@ def shown(monkeypatch):
         seen.append(arguments)
         return "sm80 \n"
 
+    def float8_candidates(*arguments):
+        seen.append(arguments)
+        return "other the GPU is another\nfloat8 \n"
+
+    module = SimpleNamespace(attention_candidates=attention_candidates, float8_candidates=float8_candidates)
     properties = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=227 << 10)
-    monkeypatch.setattr(explain, "_introspection", lambda: SimpleNamespace(attention_candidates=attention_candidates))
+    monkeypatch.setattr(explain, "_introspection", lambda: module)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     return seen
+
+
+def test_float8_problem(shown):
+    query, key = torch.empty(2, 20, 4, 64).transpose(1, 2).to(torch.float8_e4m3fn), torch.empty(2, 2, 30, 64)
+    key, spans = key.to(torch.float8_e4m3fn), torch.zeros(1, 1, 30, 4, dtype=torch.int32)
+    options = (5, 0, 10, None, spans, 3.0, None, 0.125, torch.bfloat16, True)
+    arguments = (query, key, key, None, torch.ones(2, 2), None, False, *options)
+    found = explain._float8_kernel(call("float8_attention", *arguments))
+    assert found == ("flash_online's CUDA kernel (float8)", {"flash_online's CUDA kernel (other)": "the GPU is another"})
+    _, dtype, out_dtype, query_shape, key_shape, value_shape, out_shape, *others = shown[0]
+    out, _ = torch.ops.flash_online.float8_attention(*arguments)
+    assert out_shape == query_shape == ((2, 4, 20, 64), out.stride(), 0) and key_shape == value_shape
+    assert (dtype, out_dtype) == ("float8_e4m3fn", "bfloat16")
+    assert others == [False, 5, 0, 10, (0, 2), False, 0.125, 3.0, (9, 0, 227 << 10)]
+
+
+def test_the_introspection_module_takes_a_float8_problem():
+    shape = ((2, 4, 20, 64), (5120, 1280, 64, 1), 0)
+    for dtype in ("float8_e4m3fn", "bfloat16"):
+        tensors = (dtype, "bfloat16", shape, shape, shape, shape)
+        options = (True, -1, 0, 0, (1, 0), True, 0.125, 0.0, (9, 0, 227 << 10))
+        lines = explain._introspection().float8_candidates(str(explain.LIBRARY), *tensors, *options)
+        assert all(" " in line for line in lines.splitlines())  # none in a build for the CPU alone
 
 
 @pytest.mark.parametrize("lower_right", [False, True])

@@ -422,6 +422,8 @@ Memory cached_memory(const AttentionProblem& problem);
 int64_t few_rows_kv_splits(const AttentionProblem& problem);
 void cached(const AttentionProblem& problem, const Executor& executor);
 void append(const AppendProblem& problem, const Executor& executor);
+Memory float8_memory(const Float8Problem& problem);
+void float8(const Float8Problem& problem, const Executor& executor);
 Memory backward_memory(const AttentionProblem& problem, const AttentionGradients& gradients);
 void backward(const AttentionProblem& problem, const AttentionGradients& gradients, const Executor& executor);
 void merge(const MergeProblem& problem, const Executor& executor);

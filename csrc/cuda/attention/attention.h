@@ -37,6 +37,11 @@ struct WeightSumsPass {
   float* sums = nullptr;
 };
 
+// Attention by products in e4m3.
+struct Float8Pass {
+  Float8Problem problem;
+};
+
 // A pass about which everything is decided: which kernels run it, on which form of the problem, in how much workspace.
 template <class Pass>
 struct Plan {
@@ -65,6 +70,9 @@ Plan<WeightSumsPass> plan_weight_sums(const AttentionProblem& problem, float* su
 void weight_sums_mask(DType dtype, const void* lse, int64_t count, void* mask, CUstream_st* stream);
 void weight_sums_of_lse(DType dtype, const void* lse, const void* low, int64_t count, float* sums, CUstream_st* stream);
 
+// Throws std::runtime_error with the reason where no kernel takes the problem.
+Plan<Float8Pass> plan_float8(const Float8Problem& problem);
+
 // The number of passes that this process has planned.
 int64_t plans_made();
 
@@ -73,6 +81,7 @@ int64_t plans_made();
 using Candidates = std::vector<std::pair<std::string, std::string>>;
 Candidates forward_candidates(const AttentionProblem& problem, const Gpu& gpu);
 Candidates backward_candidates(const BackwardPass& pass, const Gpu& gpu);
+Candidates float8_candidates(const Float8Problem& problem, const Gpu& gpu);
 
 // The number of heads that dK and dV should have (gradients.kv_grad_heads): a multiple of the numbers of key and value heads,
 // to which the caller sums them. More heads than necessary keep the GPU busy when there are few keys and few key heads, and

@@ -33,6 +33,13 @@ Gpu current_gpu() {
           shared_bytes_per_cta()};
 }
 
+// The problem of a pass as attention's.
+template <class Pass>
+const AttentionProblem& attention_of(const Pass& pass) {
+  return pass.problem;
+}
+const AttentionProblem& attention_of(const Float8Pass& pass) { return pass.problem.attention; }
+
 // The functions of a kernel family's instance of one head dim (kernels.h).
 template <class Pass>
 struct Instance {
@@ -90,14 +97,16 @@ constexpr Family<BackwardPass> kBackward[] = {
 
 constexpr Family<WeightSumsPass> kWeightSums[] = {
     family<WeightSumsPass, AttentionWeightSumsSm90, HeadDimsWeightSumsSm90>("sm90")};
+constexpr Family<Float8Pass> kFloat8[] = {family<Float8Pass, AttentionFloat8Sm90, HeadDimsFloat8Sm90>("sm90")};
 
 // The reason why a family does not take a pass; null: it does. FLASH_ONLINE_KERNEL, read once per process, forces a family if
 // there is a choice: float64 has only one.
 template <class Pass>
 const char* refusal(const Family<Pass>& family, const Instance<Pass>* instance, const Pass& pass, const Gpu& gpu) {
-  if (family.is_float64 && pass.problem.dtype != DType::kFloat64) return "it takes float64 alone";
-  if (!family.is_float64 && pass.problem.dtype == DType::kFloat64) return "it does not take float64";
-  if (!family.is_float64 && pass.problem.mask.data && pass.problem.mask_dtype == DType::kFloat64)
+  const AttentionProblem& problem = attention_of(pass);
+  if (family.is_float64 && problem.dtype != DType::kFloat64) return "it takes float64 alone";
+  if (!family.is_float64 && problem.dtype == DType::kFloat64) return "it does not take float64";
+  if (!family.is_float64 && problem.mask.data && problem.mask_dtype == DType::kFloat64)
     return "a mask in float64 goes with float64 inputs";
   static const char* const forced = std::getenv("FLASH_ONLINE_KERNEL");
   if (!family.is_float64 && forced && *forced && std::strcmp(forced, family.name) != 0)
@@ -114,7 +123,7 @@ const Instance<Pass>* choose(const Family<Pass> (&families)[kCount], const Pass&
                              Candidates* candidates = nullptr) {
   const Instance<Pass>* chosen = nullptr;
   for (const Family<Pass>& family : families) {
-    const Instance<Pass>* const instance = family.instance(pass.problem);
+    const Instance<Pass>* const instance = family.instance(attention_of(pass));
     const char* const reason = refusal(family, instance, pass, gpu);
     if (!reason && !chosen) chosen = instance;
     if (candidates)
@@ -261,6 +270,12 @@ Plan<BackwardPass> plan_backward(const AttentionProblem& problem, const Attentio
   return plan(kBackward, BackwardPass{problem, gradients, deterministic});
 }
 
+Plan<Float8Pass> plan_float8(const Float8Problem& problem) {
+  const Float8Pass pass{problem};
+  if (has_no_queries(problem.attention)) return {.pass = pass};
+  return plan(kFloat8, pass);
+}
+
 Plan<WeightSumsPass> plan_weight_sums(const AttentionProblem& problem, float* sums) {
   const WeightSumsPass pass{problem, sums};
   const Instance<WeightSumsPass>* const instance = choose(kWeightSums, pass, current_gpu());
@@ -279,6 +294,12 @@ Candidates forward_candidates(const AttentionProblem& problem, const Gpu& gpu) {
 Candidates backward_candidates(const BackwardPass& pass, const Gpu& gpu) {
   Candidates list;
   choose(kBackward, pass, gpu, &list);
+  return list;
+}
+
+Candidates float8_candidates(const Float8Problem& problem, const Gpu& gpu) {
+  Candidates list;
+  choose(kFloat8, Float8Pass{problem}, gpu, &list);
   return list;
 }
 

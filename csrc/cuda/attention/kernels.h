@@ -56,6 +56,14 @@ struct AttentionWeightSumsSm90 {
   static void run(const WeightSumsPass& pass, void* workspace, CUstream_st* stream);
 };
 
+// sm90/float8: e4m3 products, for compute capability 9.0.
+template <int kHeadDim>
+struct AttentionFloat8Sm90 {
+  static const char* refusal(const Float8Pass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const Float8Pass& pass);
+  static void run(const Float8Pass& pass, void* workspace, CUstream_st* stream);
+};
+
 // sm80/forward.cuh: mma.sync, every option, for compute capability 8.0 and above.
 template <int kHeadDim>
 struct AttentionForwardSm80 {

@@ -1,8 +1,10 @@
-// float8 elements as halves, which hold them exactly.
+// float8 elements: as halves, which hold them exactly, and from floats.
 #pragma once
 
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
+
+#include <cstdint>
 
 namespace flash_online::cuda {
 
@@ -32,6 +34,21 @@ __device__ __forceinline__ uint2 widen_float8_to_halves(unsigned elements, __nv_
   if (kind == __NV_E4M3) halves = {widen_e4m3(halves.x), widen_e4m3(halves.y)};
 #endif
   return halves;
+}
+
+// Two floats as e4m3, to the nearest and saturating, the first in the lower byte. From compute capability 8.9 on.
+__device__ __forceinline__ uint16_t e4m3_pair(float x, float y) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(pair) : "f"(x), "f"(y));
+  return pair;
+}
+
+// A word of two pairs that is made where this is called, not as soon as the pairs are there: it may be the operand of products
+// that still run.
+__device__ __forceinline__ unsigned join_pairs_here(uint16_t low, uint16_t high) {
+  unsigned word;
+  asm volatile("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(low), "h"(high));
+  return word;
 }
 
 }  // namespace flash_online::cuda

@@ -15,20 +15,19 @@
 
 namespace flash_online::cuda {
 
-// A box has rows of kBoxColumns 16-bit elements, 128 bytes. It is swizzled in shared memory: the 16-byte chunk c of row r lies
-// at chunk c ^ (r % 8). A box starts at a multiple of kBoxAlignment bytes.
+// A box has rows of kBoxColumns 16-bit elements or twice as many bytes, 128 bytes. It is swizzled in shared memory: the 16-byte
+// chunk c of row r lies at chunk c ^ (r % 8). A box starts at a multiple of kBoxAlignment bytes.
 constexpr int kBoxColumns = 64, kBoxAlignment = 1024;
 
 // The byte offset of 16-byte chunk `chunk` of row `row` in a swizzled box. The chunk comes by reference: by value the compiler
 // orders the operands of ^ before it inlines the call, and other registers follow.
 __device__ __forceinline__ unsigned swizzle128(int row, const int& chunk) { return row * 128 + (chunk ^ (row % 8)) * 16; }
 
-enum class TmaElement { kHalf, kBFloat16 };
+enum class TmaElement { kHalf, kBFloat16, kByte };
 
-// The map of a tensor [size[3]][size[2]][size[1]][size[0]] of 16-bit elements that is copied in boxes of
-// [box_planes][box_rows][kBoxColumns]. stride[i] is the step of dimension i + 1 in bytes; strides and `data` are multiples
-// of 16. The encoder is looked up in the driver at run time, so that the library also loads where there is no driver to link
-// to.
+// The map of a tensor [size[3]][size[2]][size[1]][size[0]] that is copied in boxes of [box_planes][box_rows][128 bytes].
+// stride[i] is the step of dimension i + 1 in bytes; strides and `data` are multiples of 16. The encoder is looked up in the
+// driver at run time, so that the library also loads where there is no driver to link to.
 inline CUtensorMap make_tensor_map(const void* data, TmaElement element, const uint64_t (&size)[4], const uint64_t (&stride)[3],
                                    uint32_t box_rows, uint32_t box_planes = 1) {
   static const auto encode = [] {
@@ -41,8 +40,11 @@ inline CUtensorMap make_tensor_map(const void* data, TmaElement element, const u
   }();
   CUtensorMap map;
   const cuuint64_t sizes[4] = {size[0], size[1], size[2], size[3]}, strides[3] = {stride[0], stride[1], stride[2]};
-  const cuuint32_t box[4] = {kBoxColumns, box_rows, box_planes, 1}, step[4] = {1, 1, 1, 1};
-  const auto type = element == TmaElement::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const cuuint32_t columns = element == TmaElement::kByte ? 2 * kBoxColumns : kBoxColumns,
+                   box[4] = {columns, box_rows, box_planes, 1}, step[4] = {1, 1, 1, 1};
+  const auto type = element == TmaElement::kHalf       ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                    : element == TmaElement::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                       : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const auto make = [&] {
     return encode(&map, type, 4, const_cast<void*>(data), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

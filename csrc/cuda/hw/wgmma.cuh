@@ -6,10 +6,14 @@
 // 16 w + l / 4 in d[4 j + {0, 1}], and of row 16 w + l / 4 + 8 in d[4 j + {2, 3}]. An accumulator becomes the left operand of
 // another product without an exchange between lanes: its words of step t are the pairs (d[8 t], d[8 t + 1]),
 // (d[8 t + 2], d[8 t + 3]), (d[8 t + 4], d[8 t + 5]) and (d[8 t + 6], d[8 t + 7]), each rounded to 16-bit elements.
+//
+// Elements of 8 bits have a depth of 32, and rows in shared memory run along k alone: boxes are [rows][128] elements. An
+// accumulator becomes the left operand without an exchange too, if k is in another order (float8_position()).
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -54,6 +58,13 @@ __device__ __forceinline__ uint64_t offset_descriptor(uint64_t descriptor, unsig
   return high | (static_cast<unsigned>(descriptor) + bytes / static_cast<unsigned>(kDescriptorStep));
 }
 
+// Where a key lies along k, within 32, in the right operand of e4m3 products whose left operand is made of an accumulator with
+// a column per key. Lane l holds its columns 8 j + 2 (l % 4) + {0, 1}; as words of the left operand, the numbers of two j side
+// by side stand for the places 4 (l % 4) + {0, 1, 2, 3}, and those of the next two for places 16 higher.
+__host__ __device__ __forceinline__ constexpr int float8_position(int key) {
+  return key / 16 * 16 + key % 8 / 2 * 4 + key % 16 / 8 * 2 + key % 2;
+}
+
 // d = a b, or d += a b if `accumulate`, where a is 64 x 16 and b is 16 x kN: rs() takes a from registers, ss() from shared
 // memory. kRightMnMajor and kLeftMnMajor say that an operand's descriptor is an mn_major_descriptor().
 template <class T, int kN>
@@ -77,6 +88,7 @@ struct Wgmma;
 #define FO_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
     "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FO_D1 FO_D(0), FO_D(8)
+#define FO_D2 FO_D1, FO_D(16)
 #define FO_D3 FO_D1, FO_D(16), FO_D(24)
 #define FO_D5 FO_D3, FO_D(32), FO_D(40)
 #define FO_D7 FO_D5, FO_D(48), FO_D(56)
@@ -115,6 +127,31 @@ struct Wgmma;
   FO_WGMMA(T, TYPE, 256, 15, 128, 129, 130, 131, 132, 133, 134)
 FO_WGMMAS(__nv_bfloat16, "bf16")
 FO_WGMMAS(__half, "f16")
+
+#define FO_WGMMA_E4M3(N, LAST, i0, i1, i2, i3, i4, i5)                                                                  \
+  template <>                                                                                                           \
+  struct Wgmma<__nv_fp8_e4m3, N> {                                                                                      \
+    __device__ __forceinline__ static void rs(float (&d)[N / 2], const unsigned (&a)[4], uint64_t b, bool accumulate) { \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i5 ", 0;\n"                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FO_R##LAST "}, "                        \
+                   "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", p, 1, 1;}"                                      \
+                   : FO_D##LAST                                                                                         \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));                         \
+    }                                                                                                                   \
+    __device__ __forceinline__ static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {             \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i2 ", 0;\n"                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FO_R##LAST "}, "                        \
+                   "%" #i0 ", %" #i1 ", p, 1, 1;}"                                                                      \
+                   : FO_D##LAST                                                                                         \
+                   : "l"(a), "l"(b), "r"(int{accumulate}));                                                             \
+    }                                                                                                                   \
+  };
+FO_WGMMA_E4M3(48, 2, 24, 25, 26, 27, 28, 29)
+FO_WGMMA_E4M3(64, 3, 32, 33, 34, 35, 36, 37)
+FO_WGMMA_E4M3(96, 5, 48, 49, 50, 51, 52, 53)
+FO_WGMMA_E4M3(128, 7, 64, 65, 66, 67, 68, 69)
+FO_WGMMA_E4M3(192, 11, 96, 97, 98, 99, 100, 101)
+#undef FO_WGMMA_E4M3
 #undef FO_R0
 #undef FO_R1
 #undef FO_R2
@@ -130,6 +167,7 @@ FO_WGMMAS(__half, "f16")
 #undef FO_R15
 #undef FO_D
 #undef FO_D1
+#undef FO_D2
 #undef FO_D3
 #undef FO_D5
 #undef FO_D7

@@ -17,6 +17,13 @@ inline int64_t count_of(const std::vector<int64_t>& sizes) {
   return count;
 }
 
+// The view of a tensor of four dimensions.
+template <class View>
+void set_view(const Tensor& tensor, View& view) {
+  view.data = tensor.data_ptr();
+  for (int i = 0; i < 4; ++i) view.stride[i] = tensor.size(i) == 1 ? 0 : tensor.stride(i);
+}
+
 // ---- Devices ---------------------------------------------------------------------------------------------------------------
 
 struct AttentionOnCpu : Cpu {

@@ -55,12 +55,6 @@ struct WeightSumsOnCuda : Cuda {
   }
 };
 
-template <class View>
-void set_view(const Tensor& tensor, View& view) {
-  view.data = tensor.data_ptr();
-  for (int i = 0; i < 4; ++i) view.stride[i] = tensor.size(i) == 1 ? 0 : tensor.stride(i);
-}
-
 // Sequence n of the transposed problem. The heads that share keys are its heads, and the key heads its batch: a key's rows
 // then have the stride 0 along the heads. `mask`, `lse` and `low` are [batch, heads, rows], contiguous.
 template <class T>

@@ -1,5 +1,5 @@
-// Attention's tensors as TMA reads them: in boxes of rows of one head, 64 columns wide. Elements outside a tensor are read as
-// zeros.
+// Attention's tensors as TMA reads them: in boxes of rows of one head, 64 columns of 16 bits wide or 128 of 8 bits. Elements
+// outside a tensor are read as zeros.
 #pragma once
 
 #include "../../../core/problem.h"
@@ -8,12 +8,13 @@
 
 namespace flash_online::cuda {
 
-// True if TMA can address a tensor [batch, heads, rows, width] of 16-bit elements.
+// True if TMA can address a tensor [batch, heads, rows, width] of 16-bit elements, or of others: `unit` is 16 bytes in
+// elements.
 inline bool is_tma_compatible(const void* data, const int64_t (&stride)[4], int64_t batch, int64_t heads, int64_t rows,
-                              int64_t width) {
+                              int64_t width, int64_t unit = 8) {
   constexpr int64_t kMaxStride = int64_t{1} << 39;  // elements: 2^40 bytes
-  const auto compatible = [](int64_t step, int64_t size) {
-    return size == 1 || (step % 8 == 0 && step >= 0 && step < kMaxStride);
+  const auto compatible = [unit](int64_t step, int64_t size) {
+    return size == 1 || (step % unit == 0 && step >= 0 && step < kMaxStride);
   };
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && compatible(stride[0], batch) && compatible(stride[1], heads) &&
          compatible(stride[2], rows) && (rows == 1 || stride[2] > 0) && (stride[3] == 1 || width == 1);
@@ -37,10 +38,11 @@ struct TmaTensor {
 template <class Pointer>
 TmaTensor make_tma_tensor(const View4<Pointer>& view, TmaElement element, int64_t batch, int64_t call_heads, int64_t heads,
                           int64_t rows, int64_t width, int box_rows, int box_heads = 1) {
-  constexpr uint64_t kAnyStride = 16, kElementBytes = 2;
+  constexpr uint64_t kAnyStride = 16;
+  const uint64_t element_bytes = element == TmaElement::kByte ? 1 : 2;
   const auto size = [&](int i, int64_t n) { return static_cast<uint64_t>(view.stride[i] == 0 ? 1 : n); };
   const auto step = [&](int i, int64_t n) {
-    return n == 1 || view.stride[i] == 0 ? kAnyStride : static_cast<uint64_t>(view.stride[i]) * kElementBytes;
+    return n == 1 || view.stride[i] == 0 ? kAnyStride : static_cast<uint64_t>(view.stride[i]) * element_bytes;
   };
   return {make_tensor_map(view.data, element,
                           {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), size(1, heads), size(0, batch)},
