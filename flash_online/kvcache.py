@@ -43,6 +43,7 @@ from ._canonicalize import (
     window_bounds,
 )
 from ._checks import check_float, none_as_zero
+from ._float8_cache import attend_in_float8, check_products
 from ._ops import InvalidArgument, accumulator_of, below_autograd, direct_call, ops, surfaced
 from ._plain import NUMBERS, are_plain, are_plain_numbers, is_compiling
 from ._span_arguments import canonical_spans
@@ -83,6 +84,7 @@ class _Keywords(_MaskKeywords, total=False):
     rotary: Rotary | None
     key_scale: Tensor | None
     value_scale: Tensor | None
+    float8_products: bool
     query_spans: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
@@ -137,6 +139,7 @@ def kvcache_attention(
     rotary: Rotary | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    float8_products: bool = False,
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     query_spans: Tensor | None = None,
@@ -172,6 +175,7 @@ def kvcache_attention(
             interleaved. Positions past the table use its last row. Without `key` only queries are rotated.
         key_scale: float32, broadcastable to `[B, Hkv]`: factor of the cached keys; appended keys are divided by it.
             value_scale: the same for values.
+        float8_products: over float8_e4m3fn caches, multiply in float8 as `float8_attention` does. No alibi_slopes, num_splits.
         causal: as in `attention` with lower-right alignment, and so are `window`, `softcap`, `sinks`, `scale`, `return_lse`.
         query_spans: as in `attention`, or of packed queries; they count from the cache's first key, leftpad included.
         alibi_slopes: `[Hq]` or `[B, Hq]`, positive slopes.
@@ -192,14 +196,15 @@ def kvcache_attention(
     softcap = none_as_zero(softcap)
     plain = key is value is cache_batch_idx is leftpad is cu_seqlens_q is max_seqlen_q is cu_seqlens_new is rotary is None
     plain = plain and key_scale is value_scale is alibi_slopes is sinks is out is query_spans is None
-    if plain and causal is True and return_lse is False and type(softcap) in NUMBERS and not softcap:
+    plain = plain and return_lse is float8_products is False and causal is True and type(softcap) in NUMBERS and not softcap
+    if plain:
         result = try_fast_path(query, key_cache, value_cache, cache_seqlens, block_table, window, scale, num_splits)
         if result is not None:
             return result
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     optional = {"key": key, "value": value, "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out, "key_scale": key_scale}
     optional |= {"value_scale": value_scale, "query_spans": query_spans}
-    check_types(tensors, optional, {"causal": causal, "return_lse": return_lse})
+    check_types(tensors, optional, {"causal": causal, "return_lse": return_lse, "float8_products": float8_products})
     check_attention_options(query, -3 if cu_seqlens_q is None else -2, window, "lower_right", softcap, sinks, alibi_slopes, 0.0)
     _policy.require_kernel("kvcache_attention", **tensors)
     check_no_gradient(tensors, optional)
@@ -207,19 +212,16 @@ def kvcache_attention(
     batch = check_call(query, key_cache, value_cache, cu_seqlens_q, CACHE_NAMES)
     where = Where.of(batch, query, key_cache, cache_seqlens, block_table, cache_batch_idx, leftpad)
     new = _check_appended(key, value, key_cache, value_cache, query, cu_seqlens_new, batch)
-    longest = query.shape[0] if max_seqlen_q is None else max_seqlen_q
-    check_longest("max_seqlen_q", longest)
-    scales = expand_scales(key_scale, value_scale, batch, key_cache)
-    embedding = RotaryEmbedding.of(rotary, query, batch)
+    starts, longest = Starts(cu_seqlens_q, None, cu_seqlens_new), _longest(query, max_seqlen_q)
+    scales, embedding = expand_scales(key_scale, value_scale, batch, key_cache), RotaryEmbedding.of(rotary, query, batch)
+    if float8_products:
+        check_products(query, key_cache, value_cache, cu_seqlens_q, max_seqlen_q, alibi_slopes, num_splits, out)
     advance = causal or window is not None and tuple(window) != (None, None)
-    if not is_compiling() and _checked.active:
-        left, _ = window or (None, None)
-        _checked.check_cached(where, key_cache, query, key, cu_seqlens_q, longest, cu_seqlens_new, embedding, advance, left)
-    starts = Starts(cu_seqlens_q, None, cu_seqlens_new)
+    _check_values(where, key_cache, query, key, starts, longest, embedding, advance, window)
     options = _Options(causal, window, softcap, alibi_slopes, sinks, scale, query_spans=_spans_of(query_spans, query, starts))
-    if key is not None or embedding is not None:
-        query = _append(key_cache, value_cache, key, value, query, where, starts, scales, embedding, advance)
-    return _attend(query, key_cache, value_cache, where, starts, longest, new, scales, options, num_splits, return_lse, out)
+    query = _append(key_cache, value_cache, key, value, query, where, starts, scales, embedding, advance)
+    call = (query, key_cache, value_cache, where, starts, longest, new, scales, options)
+    return attend_in_float8(*call, return_lse, out) if float8_products else _attend(*call, num_splits, return_lse, out)
 
 
 def try_fast_path(query, key_cache, value_cache, lengths, table, window, scale, num_splits) -> Tensor | None:
@@ -290,6 +292,20 @@ def _check_appended(key, value, key_cache, value_cache, query, starts, batch) ->
     check_new(key, value, key_cache, value_cache, query, batch if starts is None else None)
     check_writable("key_cache", key_cache), check_writable("value_cache", value_cache)
     return key.shape[2] if starts is None else key.shape[0]
+
+
+def _longest(query: Tensor, max_seqlen_q: int | None) -> int:
+    """The maximal number of queries per sequence, if they are packed."""
+    longest = query.shape[0] if max_seqlen_q is None else max_seqlen_q
+    check_longest("max_seqlen_q", longest)
+    return longest
+
+
+def _check_values(where, key_cache, query, key, starts, longest, embedding, advance, window) -> None:
+    """Reads values on the device and checks them, inside `checked()`."""
+    if not is_compiling() and _checked.active:
+        left, _ = window or (None, None)
+        _checked.check_cached(where, key_cache, query, key, starts.queries, longest, starts.new, embedding, advance, left)
 
 
 def varlen_over_pools(
@@ -567,7 +583,9 @@ _NO_ROTARY = (None,) * 7 + (False, True)  # nor scales; in the order of `_append
 
 
 def _append(key_cache, value_cache, key, value, query, where, starts, scales, embedding, advance, slots=None) -> Tensor | None:
-    """Runs the operator; returns the query, rotated if there is an embedding."""
+    """Runs the operator, if there is something to do; returns the query, rotated if there is an embedding."""
+    if key is embedding is None:
+        return query
     rotates = query is not None and embedding is not None
     cosines, sines, interleaved, offsets = embedding or (None, None, False, None)
     try:
