@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from ._float8 import spans_of_keys
 from ._transformers_rules import Rule, infer, interval, read, runs, starts_of
 
 
@@ -75,8 +76,7 @@ class VisibleKeys:
     def _make_spans(self) -> dict[str, Tensor]:
         found = {"query_spans": self._spans_of_runs() if self.query_spans is None else self.query_spans}
         if self.padding is not None:
-            seen_by = self.padding[:, :, 0].to(torch.int32) * self.queries  # no query, or all
-            found["key_spans"] = torch.stack([torch.zeros_like(seen_by), seen_by], -1)
+            found["key_spans"] = spans_of_keys(self.padding[:, :, 0])
         return found
 
     def _spans_of_runs(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""An attention backend of diffusers: `register()`, then `model.set_attention_backend("flash_online")`.
+"""Attention backends of diffusers: `register()`, then `model.set_attention_backend("flash_online")`; and one in float8.
 
 Without context parallelism a call runs flash_online.attention. With it, diffusers moves rows between the ranks and calls the
 two functions here as its forward and backward operators: Ulysses once per call, with whole sequences and some of the heads; a
@@ -20,18 +20,19 @@ from .._canonicalize import autocast, canonicalize, check_kinds
 from .._checks import check_float
 from .._ops import InvalidArgument, ops
 from ..attention import attention, default_scale, tf32_for
+from ..float8 import float8_attention
+from . import _float8
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 NAME = "flash_online"
-_MEMBER = "FLASH_ONLINE"
 _lock = threading.Lock()
-_registration: Registration | None = None
+_registrations: dict[str, Registration] = {}  # by the name of the backend
 
 
 class Registration:
-    """The registration in diffusers, until `remove()`."""
+    """The registration of a backend in diffusers, until `remove()`."""
 
     def __init__(self, host: ModuleType, member: Any) -> None:
         self._host, self._member = host, member
@@ -39,23 +40,23 @@ class Registration:
     def remove(self) -> None:
         """Removes the backend from diffusers; a second call does nothing. Models that still use the backend cannot run: call
         their reset_attention_backend() first. If it is active, diffusers' default backend becomes active."""
-        global _registration
+        name, member_name = self._member.value, self._member.name
         with _lock:
-            if _registration is not self:
+            if _registrations.get(name) is not self:
                 return
             enum, registry = self._host.AttentionBackendName, self._host._AttentionBackendRegistry
             if registry._active_backend == self._member:
                 registry._active_backend = enum(self._host.DIFFUSERS_ATTN_BACKEND)
             for table in (registry._backends, registry._constraints, registry._supported_arg_names):
                 del table[self._member]
-            registry._supports_context_parallel.discard(NAME)
-            type.__delattr__(enum, _MEMBER)  # the enum's own __delattr__ forbids this
-            del enum._member_map_[_MEMBER], enum._value2member_map_[NAME]
-            enum._member_names_.remove(_MEMBER)
-            _registration = None
+            registry._supports_context_parallel.discard(name)
+            type.__delattr__(enum, member_name)  # the enum's own __delattr__ forbids this
+            del enum._member_map_[member_name], enum._value2member_map_[name]
+            enum._member_names_.remove(member_name)
+            del _registrations[name]
 
 
-def register() -> Registration:
+def register(name: str = NAME) -> Registration:
     """Makes "flash_online" an attention backend of diffusers, for `model.set_attention_backend`, `attention_backend` and
     `dispatch_attention_fn`. Further calls return the first registration.
 
@@ -64,20 +65,27 @@ def register() -> Registration:
     rule, grouped heads and dropout, and in a ring without masks. Queries, keys and values are `[B, L, H, E]`; float16,
     bfloat16, float32 or float64.
 
+    Args:
+        name: "flash_online"; or "online_attention_float8", a backend for inference that runs `flash_online.float8_attention`.
+            It takes float16, bfloat16 and bool masks of keys (`[B, S]` or `[..., 1, S]`), and no dropout or context
+            parallelism; other options are those above.
+
     Returns:
         A registration; its `remove()` undoes it.
 
     Raises:
+        InvalidArgument (a RuntimeError and ValueError): another name.
         ImportError: diffusers is not installed.
         NotImplementedError: this diffusers has no registry of backends of a known form.
         RuntimeError: another package has registered a backend of this name.
     """
-    global _registration
+    if name not in (NAME, _float8.NAME):
+        raise InvalidArgument(f"name: expected {NAME!r} or {_float8.NAME!r}, got {name!r}")
     with _lock:
-        if _registration is None:
+        if name not in _registrations:
             host = _host()
-            _registration = Registration(host, _add_member(host))
-        return _registration
+            _registrations[name] = Registration(host, _add_member(host, name))
+        return _registrations[name]
 
 
 def _host() -> ModuleType:
@@ -105,19 +113,20 @@ def _host() -> ModuleType:
     return host  # type: ignore[no-any-return]
 
 
-def _add_member(host: ModuleType) -> Any:
+def _add_member(host: ModuleType, name: str) -> Any:
     """Adds our backend to the registry and a member to diffusers' closed enum of backends."""
-    enum = host.AttentionBackendName
-    if _MEMBER in enum._member_map_ or NAME in enum._value2member_map_:
-        raise RuntimeError(f"integrations.diffusers: diffusers has a backend {NAME!r} already, which is not this module's")
-    member = str.__new__(enum, NAME)
-    member._name_, member._value_ = _MEMBER, NAME
+    enum, member_name = host.AttentionBackendName, name.upper()
+    if member_name in enum._member_map_ or name in enum._value2member_map_:
+        raise RuntimeError(f"integrations.diffusers: diffusers has a backend {name!r} already, which is not this module's")
+    member = str.__new__(enum, name)
+    member._name_, member._value_ = member_name, name
     member.__objclass__, member._sort_order_ = enum, len(enum._member_names_)
-    type.__setattr__(enum, _MEMBER, member)  # the enum's own __setattr__ forbids this
-    enum._member_map_[_MEMBER] = enum._value2member_map_[NAME] = member
-    enum._member_names_.append(_MEMBER)
-    constraints = [host._check_device, host._check_shape]
-    host._AttentionBackendRegistry.register(member, constraints=constraints, supports_context_parallel=True)(_backend)
+    type.__setattr__(enum, member_name, member)  # the enum's own __setattr__ forbids this
+    enum._member_map_[member_name] = enum._value2member_map_[name] = member
+    enum._member_names_.append(member_name)
+    constraints, parallel = [host._check_device, host._check_shape], name == NAME
+    backend = host._AttentionBackendRegistry.register(member, constraints=constraints, supports_context_parallel=parallel)
+    backend(_backend if name == NAME else _float8_backend)
     return member
 
 
@@ -135,21 +144,8 @@ def _backend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """query [B, L, H, E], key [B, S, Hk, E], value [B, S, Hk, Ev] -> out [B, L, H, Ev], with return_lse also lse [B, L, H]."""
     parallel = None if _parallel_config is None else _parallel_config.context_parallel_config
-    batch, _, heads, _ = query.shape
-    key_heads = {key.shape[2], value.shape[2]}
-    if not enable_gqa and not key_heads <= {heads, 1}:
-        raise InvalidArgument(
-            f"key, value: expected query's {heads} heads (fewer need enable_gqa=True), got {sorted(key_heads)}"
-        )
-    mask = attn_mask
-    if mask is not None:
-        if mask.dim() == 2 and mask.shape[0] == batch and (parallel is not None or mask.shape[1] == key.shape[1]):
-            mask = mask[:, None, None, :]
-        elif mask.dim() == 3 and mask.shape[0] != 1:
-            raise InvalidArgument(
-                f"attn_mask: expected [B, 1, L, S] or [1, H, L, S], got {list(mask.shape)}, which some backends "
-                "of diffusers read as [B, L, S], other backends as [H, L, S]"
-            )
+    _check_heads(query, key, value, enable_gqa)
+    mask = _with_queries(attn_mask, query, key, parallel)
     if parallel is None:
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         options: dict[str, Any] = {"mask": mask, "causal": is_causal, "scale": scale, "dropout_p": dropout_p}
@@ -168,6 +164,62 @@ def _backend(
     )
     # diffusers' merged lse has no gradient: without detach its gradient would silently be dropped from a sum.
     return (result[0], result[1].detach()) if return_lse else result
+
+
+def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    heads, key_heads = query.shape[2], {key.shape[2], value.shape[2]}
+    if not enable_gqa and not key_heads <= {heads, 1}:
+        raise InvalidArgument(
+            f"key, value: expected query's {heads} heads (fewer need enable_gqa=True), got {sorted(key_heads)}"
+        )
+
+
+def _with_queries(mask: Tensor | None, query: Tensor, key: Tensor, parallel: Any) -> Tensor | None:
+    """The mask, with dimensions for heads and queries if it is `[B, S]`."""
+    if mask is None:
+        return None
+    if mask.dim() == 2 and mask.shape[0] == query.shape[0] and (parallel is not None or mask.shape[1] == key.shape[1]):
+        return mask[:, None, None, :]
+    if mask.dim() == 3 and mask.shape[0] != 1:
+        raise InvalidArgument(
+            f"attn_mask: expected [B, 1, L, S] or [1, H, L, S], got {list(mask.shape)}, which some backends "
+            "of diffusers read as [B, L, S], other backends as [H, L, S]"
+        )
+    return mask
+
+
+def _float8_backend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Tensors as in _backend."""
+    _float8.check_inference("dropout_p", dropout_p, query=query, key=key, value=value)
+    if _parallel_config is not None and _parallel_config.context_parallel_config is not None:
+        raise NotImplementedError(f"{_float8.NAME}: expected one process, got context parallelism; use {NAME!r}")
+    _check_heads(query, key, value, enable_gqa)
+    spans, mask = None, _with_queries(attn_mask, query, key, None)
+    if mask is not None:
+        if mask.dtype is not torch.bool or (mask.dim() > 1 and mask.shape[-2] != 1):
+            raise NotImplementedError(
+                f"attn_mask: expected a bool mask of keys, [B, S] or [..., 1, S], with {_float8.NAME}, got {mask.dtype} "
+                f"{list(mask.shape)}; use {NAME!r}"
+            )
+        mask = mask[(None,) * (4 - mask.dim())][..., 0, :]
+        spans = _float8.spans_of_keys(mask.expand(*mask.shape[:-1], key.shape[1]))
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    options: dict[str, Any] = {"causal": is_causal, "key_spans": spans, "scale": scale}
+    if not return_lse:
+        return float8_attention(query, key, value, **options).transpose(1, 2)
+    out, lse = float8_attention(query, key, value, return_lse=True, **options)
+    return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 def _refuse_in_parallel(

@@ -12,7 +12,8 @@ a mask, in 16-bit dtypes, with a head dim of at most 256; all other calls go whe
 Differences from torch's kernels: dropout uses our mask, which depends only on (seed, batch, head, query, key); the lse of a
 query that sees no key is -inf. The backward pass is deterministic under torch.use_deterministic_algorithms. Packed queries over
 pages (block_table with seqused_k, torch >= 2.12) run ours, without gradients; other calls with seqused_k, and calls with
-return_debug_mask, run torch's own kernel, which is kept.
+return_debug_mask, run torch's own kernel, which is kept. e4m3 tensors, which torch's `quantized` overloads take, run
+flash_online.float8_attention.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable
 import torch
 
 from .._ops import ops
+from . import _torch_float8
 
 NAME = "flash_online"
 _INPLACE = "_flash_attention_forward_no_dropout_inplace"  # since torch 2.12
@@ -40,6 +42,7 @@ class _Handle:
 
     def __init__(self, prefer: bool) -> None:
         _register_kernels(True)
+        self._float8 = _torch_float8.register("CUDA")
         self._active = True
         self._switched_cudnn_off = prefer and torch.backends.cuda.cudnn_sdp_enabled()
         if self._switched_cudnn_off:
@@ -51,6 +54,7 @@ class _Handle:
         if not self._active:
             return
         self._active = False
+        self._float8._destroy()
         _register_kernels(False)
         if self._switched_cudnn_off:
             torch.backends.cuda.enable_cudnn_sdp(True)

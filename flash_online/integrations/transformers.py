@@ -10,8 +10,10 @@ from torch import Tensor
 
 from .._plain import is_compiling
 from ..attention import attention, default_scale, try_fast_masked, try_fast_path
+from ..float8 import float8_attention
 from ..kvcache import kvcache_attention
 from ..varlen import varlen_attention
+from . import _float8
 from ._fused_loss import fuse_loss
 from ._transformers_masks import VisibleKeys, visible_keys
 from ._transformers_rules import NO_BOUND
@@ -34,7 +36,8 @@ def register(name: str = "online_attention") -> str:
 
     Args:
         name: an identifier without "flash" (the host would load it as a FlashAttention package of that name), other than the
-            host's own names.
+            host's own names. "online_attention_float8" registers `flash_online.float8_attention`, for inference; every other
+            name, `flash_online.attention`.
 
     Returns:
         The name.
@@ -59,11 +62,12 @@ def register(name: str = "online_attention") -> str:
         from transformers.utils.import_utils import is_tracing  # noqa: F401
     except ImportError as missing:
         raise ImportError(f"transformers (5.20 or newer) is needed for this integration: {missing}") from missing
-    for interface, function in ((AttentionInterface, attend), (AttentionMaskInterface, visible_keys)):
+    attention_of_name = attend_in_float8 if name == _float8.NAME else attend
+    for interface, function in ((AttentionInterface, attention_of_name), (AttentionMaskInterface, visible_keys)):
         present = interface._global_mapping.get(name)
         if present not in (None, function):
             raise ValueError(f"name: {name!r} already refers to {present.__module__}.{present.__qualname__} in transformers")
-    AttentionInterface.register(name, attend)
+    AttentionInterface.register(name, attention_of_name)
     AttentionMaskInterface.register(name, visible_keys)
     check_models_for(name)
     return name
@@ -155,6 +159,62 @@ def attend(
     return attention(query, key, value, mask=mask, **options).transpose(1, 2).contiguous(), None
 
 
+def attend_in_float8(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`attend` by `flash_online.float8_attention`, without gradients. Calls with one query per sequence, decoding steps, run
+    `attend` itself: they read every key once, and quantising reads and writes it more often.
+
+    Raises:
+        InvalidArgument: a tensor requires a gradient outside `torch.no_grad()`.
+        NotImplementedError: as in `attend`; dropout in training; documents by cu_seq_lens, a position bias, and dense masks,
+            unless they are bool and the same for all queries.
+        ValueError: as in `attend`.
+    """
+    _float8.check_inference("dropout", dropout if module.training else 0.0, query=query, key=key, value=value, s_aux=s_aux)
+    if query.dim() == 4 and query.shape[2] == 1:
+        placed = (module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window, softcap, s_aux)
+        return attend(*placed, **others)
+    _refuse(module, query, s_aux, others)
+    for name in ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+        if others.get(name) is not None:
+            raise NotImplementedError(f"{name}: expected None with {_float8.NAME}, got a value. {_SIXTEEN_BITS}")
+    visible = attention_mask
+    if visible is None:
+        visible = _without_mask(module, query, key, is_causal, sliding_window)
+    rule: dict[str, Any]
+    if not isinstance(visible, VisibleKeys):
+        mask = _check_dense(visible)
+        if mask.dtype is not torch.bool or mask.shape[-2] != 1:
+            raise NotImplementedError(
+                f"attention_mask: expected a rule, spans or a bool mask of keys with {_float8.NAME}, got a dense mask, "
+                f"{mask.dtype} {list(mask.shape)}. {_SIXTEEN_BITS}"
+            )
+        rule = {"key_spans": _float8.spans_of_keys(mask[..., 0, :].expand(*mask.shape[:-2], key.shape[2]))}
+    else:
+        _check_lengths(visible, query, key)
+        rule = dict(visible.spans())
+        if not rule:
+            key, value = key[:, :, : visible.used_keys], value[:, :, : visible.used_keys]
+            rule = _positions(visible, query.shape[2], key.shape[2])
+            if visible.padding is not None:
+                rule["key_spans"] = _float8.spans_of_keys(visible.padding[:, :, 0])
+    options = {"softcap": float(softcap or 0.0), "sinks": s_aux, "scale": scaling}
+    return float8_attention(query, key, value, **rule, **options).transpose(1, 2).contiguous(), None
+
+
+_SIXTEEN_BITS = 'Load the model with attn_implementation="online_attention" for it.'
 _REFUSED = frozenset(("output_attentions", "cache", "indices", "block_indices", "sinks"))
 
 
@@ -280,10 +340,8 @@ def _attend_rule(
         key, value = key[:, :, : visible.used_keys], value[:, :, : visible.used_keys]
         bias = None if bias is None or bias.shape[-1] == 1 else bias[..., : visible.used_keys]
     queries, keys = query.shape[2], key.shape[2]
-    lower_right = visible.lower_right and queries != keys  # `attention` is faster for upper_left
-    causal = visible.causal and not (queries == 1 and visible.lower_right)
-    causal = causal and not (queries == keys == 1)
-    window = _window(visible, max(queries, keys))
+    positions = _positions(visible, queries, keys)
+    causal, window = positions["causal"], positions["window"]
     mask = visible.padding
     if bias is not None:
         if mask is not None and not options["softcap"]:
@@ -296,9 +354,15 @@ def _attend_rule(
         kept = {name: options[name] for name in ("softcap", "sinks", "scale")}
         out = kvcache_attention(query, key, value, None, causal=causal, window=window, **kept)
         return out.transpose(1, 2).contiguous()
+    return attention(query, key, value, mask=mask, **positions, **options).transpose(1, 2).contiguous()
+
+
+def _positions(visible: VisibleKeys, queries: int, keys: int) -> dict[str, Any]:
+    """The arguments causal, window and alignment of `attention` for a rule of positions."""
+    lower_right = visible.lower_right and queries != keys  # `attention` is faster for upper_left
+    causal = visible.causal and not (queries == 1 and visible.lower_right) and not (queries == keys == 1)
     alignment = "lower_right" if lower_right else "upper_left"
-    out = attention(query, key, value, mask=mask, causal=causal, window=window, alignment=alignment, **options)
-    return out.transpose(1, 2).contiguous()
+    return {"causal": causal, "window": _window(visible, max(queries, keys)), "alignment": alignment}
 
 
 _FEW_ROWS = 16  # per key head

@@ -10,13 +10,14 @@ import warnings
 
 import pytest
 import torch
+from float8_cases import skip_without_kernel, to_e4m3
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as by_name
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flash_online
 from flash_online import reference
-from flash_online.integrations import _check_torch, torch_sdpa
+from flash_online.integrations import _check_torch, _torch_float8, torch_sdpa
 from flash_online.testing import assert_close_to_float64
 
 TF = torch.nn.functional
@@ -441,3 +442,145 @@ def test_keys_in_pages():
     """In a process of its own, since it may have to define an operator of torch."""
     done = subprocess.run([sys.executable, "-c", PAGED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# --- The overloads for float8 -------------------------------------------------------------------------------------------------
+
+SDPA8 = torch.ops.aten._scaled_dot_product_flash_attention.quantized
+FLASH8 = torch.ops.aten._flash_attention_forward.quantized
+SCALES = ("query_scale", "key_scale", "value_scale")
+
+
+@pytest.fixture
+def float8():
+    """Our kernels behind the overloads, on the device that it returns: by the switch, or on the CPU, where torch has none."""
+    if torch.cuda.is_available():
+        skip_without_kernel("cuda")
+        torch_sdpa.activate()
+        yield "cuda"
+        torch_sdpa.restore()
+    else:
+        library = _torch_float8.register("CPU")
+        yield "cpu"
+        library._destroy()
+
+
+def float8_inputs(device, lengths=(70, 90), layout="BHLE", width=64, width_v=64):
+    """query, key and value [B, H, L, E] in e4m3, and the scales by float8_attention's names."""
+    shapes = ((4, lengths[0], width), (2, lengths[1], width), (2, lengths[1], width_v))
+    made = [to_e4m3(2 * torch.randn(2, *shape)).to(device) for shape in shapes]
+    if layout == "BLHE":
+        made = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in made]
+    return made, {name: torch.rand(2, 2, device=device) + 0.5 for name in SCALES}
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has CUDA, where the tests below use the switch")
+def test_the_switch_registers_the_overloads(monkeypatch):
+    monkeypatch.setattr(torch_sdpa, "_register_kernels", lambda active: None)
+    names = (SDPA8.name(), FLASH8.name())
+    for _ in range(2):
+        handle = torch_sdpa._Handle(prefer=False)
+        assert all(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") for name in names)
+        handle.remove()
+        handle.remove()
+        assert not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") for name in names)
+
+
+def assert_as_promised(results, promised):
+    for real, meta in zip(results, promised, strict=True):
+        if isinstance(meta, torch.Tensor):
+            assert (real.shape, real.stride(), real.dtype) == (meta.shape, meta.stride(), meta.dtype)
+        else:
+            assert real == meta
+
+
+@pytest.mark.parametrize("layout", ["BHLE", "BLHE"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "scale": 0.03}], ids=str)
+def test_sdpa_of_float8(float8, layout, options):
+    tensors, scales = float8_inputs(float8, layout=layout)
+    results = SDPA8(*tensors, *scales.values(), **options)
+    causal, scale = options.get("is_causal", False), options.get("scale")
+    rule = {"causal": causal, "alignment": "lower_right", "scale": scale, "return_lse": True}
+    out, lse = flash_online.float8_attention(*tensors, **scales, **rule)
+    assert torch.equal(results[0], out) and torch.equal(results[1], lse)
+    assert_as_promised(results, SDPA8(*(t.to("meta") for t in (*tensors, *scales.values())), **options))
+    without = SDPA8(*tensors, None, scales["key_scale"], None)[0]
+    assert torch.equal(without, flash_online.float8_attention(*tensors, key_scale=scales["key_scale"]))
+
+
+def test_torchs_function_for_float8(float8):
+    module = pytest.importorskip("torch.nn.attention.experimental._scaled_dot_product_attention_quantized")
+    function = module._scaled_dot_product_attention_quantized
+    tensors, scales = float8_inputs(float8, (80, 80))
+    given = dict(zip(("q_descale", "k_descale", "v_descale"), scales.values(), strict=True)) if float8 == "cuda" else {}
+    expected = flash_online.float8_attention(*tensors, **(scales if given else {}), causal=True)
+    assert torch.equal(function(*tensors, is_causal=True, **given), expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(functools.partial(function, is_causal=True), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*tensors, **given), expected)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "causal"), [((None, None), False), ((-1, -1), True), ((20, 0), False), ((7, 30), True)], ids=str
+)
+def test_flash_attention_forward_of_float8(float8, bounds, causal):
+    """[batch, length, heads, head_dim], and windows."""
+    tensors, scales = float8_inputs(float8, layout="BLHE")
+    window = tuple(None if bound in (None, -1) else bound for bound in bounds)
+    rule = {"causal": causal, "window": window, "alignment": "lower_right", "scale": 0.02}
+    out, lse = flash_online.float8_attention(*tensors, **scales, **rule, return_lse=True)
+    turned = [t.transpose(1, 2) for t in tensors]
+    options = {"scale": 0.02, "window_size_left": bounds[0], "window_size_right": bounds[1]}
+    given = (None, None, 70, 90, 0.0, causal, False, *scales.values())
+    results = FLASH8(*turned, *given, **options)
+    assert torch.equal(results[0], out.transpose(1, 2)) and torch.equal(results[1], lse)
+    meta = [t.to("meta") if isinstance(t, torch.Tensor) else t for t in (*turned, *given)]
+    assert_as_promised(results, FLASH8(*meta, **options))
+
+
+def test_float8_has_no_backward_pass(float8):
+    (query, key, value), _ = float8_inputs(float8)
+    out = SDPA8(query.requires_grad_(), key, value, None, None, None)[0]
+    with pytest.raises(RuntimeError, match="derivative for aten::_scaled_dot_product_flash_attention is not implemented"):
+        out.sum().backward()
+
+
+def test_what_float8_does_not_have_is_an_error(float8):
+    tensors, _ = float8_inputs(float8)
+    turned, starts = [t.transpose(1, 2) for t in tensors], torch.tensor([0, 70], dtype=torch.int32, device=float8)
+    for name, wrong in {
+        "dropout_p": lambda: SDPA8(*tensors, None, None, None, 0.1),
+        "return_debug_mask": lambda: SDPA8(*tensors, None, None, None, 0.0, False, True),
+        "cum_seq_q": lambda: FLASH8(*(t[0] for t in turned), starts, starts, 70, 70, 0.0, False, False, None, None, None),
+        "seqused_k": lambda: FLASH8(*turned, None, None, 70, 90, 0.0, False, False, None, None, None, seqused_k=starts),
+        "alibi_slopes": lambda: FLASH8(*turned, None, None, 70, 90, 0.0, False, False, None, None, None, alibi_slopes=starts),
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"{name}: expected none with float8 tensors, got"):
+            wrong()
+    tensors, _ = float8_inputs(float8, width_v=32)
+    with pytest.raises(ValueError, match="value: expected query's width 64, got 32"):
+        SDPA8(*tensors, None, None, None)
+
+
+def test_other_dtypes_run_torchs_own_kernel_of_the_overload():
+    """On the CPU, where torch has none, with one of this test."""
+    tensors, _ = float8_inputs("cpu")
+    with pytest.raises(NotImplementedError, match="quantized"):
+        SDPA8(*tensors, None, None, None)
+    wide = [t.bfloat16() for t in tensors]
+    library = _torch_float8.register("CPU")
+    with pytest.raises(NotImplementedError, match="query: expected dtype float8_e4m3fn, got torch.bfloat16"):
+        SDPA8(*wide, None, None, None)
+    library._destroy()
+    theirs = torch.library.Library("aten", "IMPL", "CPU")
+    empty = torch.empty(0)
+    theirs.impl(
+        "_scaled_dot_product_flash_attention.quantized",
+        lambda query, *_, **__: (query + 1, empty, None, None, 1, 2, empty, empty, empty),
+        "CPU",
+    )
+    kept = torch.library.get_kernel(SDPA8, "CPU")
+    run = functools.partial(_torch_float8._ours_or_kept, None, kept, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
+    out, *rest = run(wide[0], *wide[1:], None, None, None)
+    assert torch.equal(out, wide[0] + 1) and rest[1:5] == [None, None, 1, 2]
+    theirs._destroy()
