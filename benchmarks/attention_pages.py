@@ -6,7 +6,20 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from .attention.summary import BY_OVERRIDE, DEFAULT, DENSE, GROUPS, MIB, over
+from .attention.summary import (
+    BY_OVERRIDE,
+    CUDNN_FLOAT8,
+    DEFAULT,
+    DENSE,
+    FA3_FLOAT8,
+    FLOAT8,
+    FORWARD,
+    GROUPS,
+    IN_BFLOAT16,
+    MIB,
+    QUANTISING,
+    over,
+)
 from .decode import summary as decode_summary
 from .distributed import GRAPHS, HOST_LENGTH, METHODS, ONE, PEERS, TWINS
 from .family.summary import PROFILED_LENGTH
@@ -53,7 +66,7 @@ def attention_summary_table(record: dict) -> list[str]:
 
 
 def attention_terminal_summary(record: dict) -> list[str]:
-    return ["", *attention_summary_table(record), "", *targets_table(record)]
+    return ["", *attention_summary_table(record), "", *targets_table(record), *unavailable_in(record["results"])]
 
 
 def cell_table(results: list[dict]) -> list[str]:
@@ -105,13 +118,36 @@ def call_table(results: list[dict]) -> list[str]:
     return table(head, rows)
 
 
+def float8_table(results: list[dict]) -> list[str]:
+    """TFLOP/s of the forward pass, ratios and errors; a ratio is between two providers, the first one faster if above 1."""
+    (direction,) = FORWARD
+    names = list(dict.fromkeys(name for r in results for name in r["providers"]))
+    ratios = [(OURS, name) for name in (CUDNN_FLOAT8, FA3_FLOAT8, IN_BFLOAT16)]
+    ratios = [pair for pair in (*ratios, (QUANTISING, IN_BFLOAT16)) if set(pair) <= set(names)]
+    rows = []
+    for r in results:
+        entries, ours = [r["providers"].get(name) for name in names], r["providers"].get(OURS)
+        row = [r["case"], *("-" if e is None else number(e[f"{direction}_tflop_per_s"]) for e in entries)]
+        row.append(f"{100 * ours[f'{direction}_share']:.0f}" if ours else "-")
+        for pair_of_names in ratios:
+            taken, theirs = (r["providers"].get(name, {}).get(f"{direction}_ms") for name in pair_of_names)
+            row.append(times(theirs / taken) if taken and theirs else "-")
+        row.append(" / ".join("-" if e is None else number(e["beyond_results_bytes"] / MIB) for e in entries))
+        rows.append([*row, " / ".join("-" if e is None else f"{100 * e['error']:.2f}" for e in entries)])
+    faster = [f"x {theirs}" if own == OURS else f"{own}, x {theirs}" for own, theirs in ratios]
+    return table(
+        ["TFLOP/s, forward", *names, "of float8 matmul, %", *faster, "MiB beyond results", "relative error, %"],
+        rows,
+    )
+
+
 def cell_tables(record: dict) -> list[str]:
     lines = []
     for group, title in GROUPS.items():
         results = [r for r in record["results"] if r["family"] == group]
         if not results:
             continue
-        of_group = call_table if group == "calls" else cell_table
+        of_group = {"calls": call_table, FLOAT8: float8_table}.get(group, cell_table)
         lines += ["", f"### {title}", "", *of_group(results), *unavailable_in(results)]
     return lines
 
@@ -152,6 +188,11 @@ def attention_page(record: dict) -> list[str]:
     if any(r["family"] == "plain" for r in record["results"]):
         lines += ["", "![Plain attention: TFLOP/s over the length, ours beside the peers](../figures/attention_plain.png)"]
     return lines + cell_tables(record)
+
+
+def float8_page(record: dict) -> list[str]:
+    known = [f"{name} {record[key]}" for key, name in (("cudnn", "cuDNN"), ("cudnn_frontend", "frontend")) if key in record]
+    return ["## Products in float8", "", *attention_page(record), *(["", f"{', '.join(known)}."] if known else [])]
 
 
 # --- The general kernels ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The generated parts of the docs: python -m flash_online bench docs writes every table and every figure from the records.
 
 README.md gets the main numbers, rows.md, attention.md, attention_sm80.md, decode.md and distributed.md in docs/performance all
-cases, paper.md the paper's tables, docs/design/family.md the tables of attention's kernels and
+cases, paper.md the paper's tables, docs/design/family.md the tables of attention's kernels, docs/float8.md its errors and
 docs/integrations/transformers.md whole models, each between two markers. The figures are curves and bars of the records, and
 the figures of online_softmax.md, which docs/figures.py draws.
 """
@@ -18,10 +18,12 @@ from .attention_pages import (
     decode_page,
     distributed_page,
     family_page,
+    float8_page,
     general_page,
     models_page,
     training_page,
 )
+from .float8_accuracy import accuracy_page
 from .machine import RESULTS, ROOT
 from .readme import readme_page
 from .row_pages import case_page, odd_page, paper_page
@@ -33,12 +35,17 @@ BEGIN, END = "<!-- python -m flash_online bench docs writes from here -->", "<!-
 PAGES = {
     ROOT / "README.md": {("attention", "decode", "cuda", "cpu", "training"): readme_page},
     ROOT / "docs" / "performance" / "rows.md": {"cpu": case_page, "cuda": case_page, "odd": odd_page},
-    ROOT / "docs" / "performance" / "attention.md": {"attention": attention_page, "training": training_page},
+    ROOT / "docs" / "performance" / "attention.md": {
+        "attention": attention_page,
+        "training": training_page,
+        "float8": float8_page,
+    },
     ROOT / "docs" / "performance" / "sparse.md": {"sparse": attention_page},
     ROOT / "docs" / "performance" / "attention_sm80.md": {"attention_sm80_*": general_page},
     ROOT / "docs" / "performance" / "decode.md": {"decode": decode_page},
     ROOT / "docs" / "performance" / "distributed.md": {"distributed": distributed_page},
     ROOT / "docs" / "performance" / "paper.md": {"paper": paper_page},
+    ROOT / "docs" / "float8.md": {"accuracy": accuracy_page},
     ROOT / "docs" / "design" / "family.md": {"family": family_page},
     ROOT / "docs" / "integrations" / "transformers.md": {"models": models_page},
 }

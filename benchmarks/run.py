@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILT_HERE = (ROOT / "flash_online" / "libflash_online.so").is_file()
 sys.path.insert(0 if BUILT_HERE else len(sys.path), str(ROOT))
 
-from benchmarks import distributed, docs, linear, machine, models, rows, scaling, training  # noqa: E402
+from benchmarks import distributed, docs, float8_accuracy, linear, machine, models, rows, scaling, training  # noqa: E402
 from benchmarks.attention import cases as attention_cases  # noqa: E402
+from benchmarks.attention import float8 as attention_float8  # noqa: E402
 from benchmarks.attention import measure as attention  # noqa: E402
 from benchmarks.attention import peers as attention_peers  # noqa: E402
 from benchmarks.cases import ODD, ODD_QUICK  # noqa: E402
@@ -34,21 +35,27 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def add_measuring(parser: argparse.ArgumentParser, seconds: float | None) -> None:
-    """The flags of every command that measures; `seconds` is the least time to sample a case, None if only rounds count."""
+def add_record(parser: argparse.ArgumentParser) -> None:
+    """The flags of every command that writes a record."""
     parser.add_argument("--out", type=Path, help="the record; none: the one in benchmarks/results that the docs show")
     parser.add_argument("--quick", action="store_true", help="a few small cases instead; needs --out")
-    if seconds is not None:
-        parser.add_argument("--seconds", type=float, default=seconds, help="least time to sample a case")
-    parser.add_argument("--rounds", type=int, default=5, help="least rounds of a case")
     parser.add_argument("--note", help="a remark for the record, shown above its tables")
 
 
-def add_choice(parser: argparse.ArgumentParser, families: list[str], providers: list[str]) -> None:
-    """The flags of a command with many cases: a subset needs a separate record."""
+def add_measuring(parser: argparse.ArgumentParser, seconds: float | None) -> None:
+    """The flags of every command that times; `seconds` is the least time to sample a case, None if only rounds count."""
+    add_record(parser)
+    if seconds is not None:
+        parser.add_argument("--seconds", type=float, default=seconds, help="least time to sample a case")
+    parser.add_argument("--rounds", type=int, default=5, help="least rounds of a case")
+
+
+def add_choice(parser: argparse.ArgumentParser, families: list[str], providers: list[str] | None = None) -> None:
+    """The flags of a command with many cases, and with peers: a subset needs a separate record."""
     parser.add_argument("--cases", nargs="+", choices=families, help="only these families; needs --out")
     parser.add_argument("--match", help="only cases whose kind, label and dtype have this in them; needs --out")
-    parser.add_argument("--providers", nargs="+", choices=providers, help="only these, in addition to ours; needs --out")
+    if providers is not None:
+        parser.add_argument("--providers", nargs="+", choices=providers, help="only these, in addition to ours; needs --out")
     parser.add_argument("--list", action="store_true", help="print the cases, measure nothing")
 
 
@@ -94,6 +101,15 @@ def run_decode(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         return 0
     path, device = out_of(parser, options, "decode", len(cells)), gpu_unless_quick(parser, options)
     return decode.run(cells, device, facts_of(options, device), path, options.providers)
+
+
+def run_accuracy(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    cases = float8_accuracy.harness.chosen(float8_accuracy.cases(options.quick), options.cases, options.match)
+    if options.list:
+        print("\n".join(f"{c.family:10} {c.label}" for c in cases))
+        return 0
+    path, device = out_of(parser, options, "accuracy", len(cases)), gpu_unless_quick(parser, options)
+    return float8_accuracy.run(cases, device, facts_of(options, device), path)
 
 
 def run_training(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -188,7 +204,8 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     command = add("attention", run_attention, "attention on a GPU, cell by cell, against FA3, cuDNN, torch and FlexAttention")
     add_measuring(command, 0.3)
     groups = dict.fromkeys(cell.family for cell in attention_cases.GENERAL)
-    add_choice(command, list(attention_cases.CELLS | attention_cases.SPARSE | groups), attention_peers.PEERS)
+    named = attention_cases.CELLS | attention_cases.SPARSE | attention_cases.IN_FLOAT8 | groups
+    add_choice(command, list(named), [*attention_peers.PEERS, *attention_float8.PEERS])
     add_fa3(command)
     general = "only the general kernels, which every GPU but Hopper's runs anyway, against FlashAttention-2; cells of its own"
     command.add_argument("--kernel", choices=("sm80",), help=general)
@@ -197,6 +214,10 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add_measuring(command, 0.3)
     add_choice(command, list(decode_cases.CELLS), decode_peers.PEERS)
     add_fa3(command)
+    text = "float8_attention's errors: by head dim, length and inputs; needles; a diffusion transformer's results"
+    command = add("accuracy", run_accuracy, text)
+    add_record(command)
+    add_choice(command, list(float8_accuracy.MEASURES))
     command = add("training", run_training, "a training step of 12 layers, attention from each provider")
     add_measuring(command, None)
     add_fa3(command)

@@ -5,8 +5,8 @@ check   compares every function with float64, on the CPU and the GPU, in seconds
         With NAMEs of integrations (transformers, ...): checks each with its installed host, using tiny random models
 demo    compares error, time and memory of attention, softmax and cross-entropy with torch's; trains a transformer with both
 trace   prints the steps of online softmax over the given numbers (float32; --float64: double; --plot FILE draws them too)
-bench   runs a checkout's benchmarks: rows | attention | decode | training | models | paper | family | linear | distributed |
-        scaling | docs, each with its --help
+bench   runs a checkout's benchmarks: rows | attention | decode | accuracy | training | models | paper | family | linear |
+        distributed | scaling | docs, each with its --help
 """
 
 from __future__ import annotations

@@ -295,6 +295,10 @@ def _blocks() -> list[Cell]:
     ]
 
 
+def _float8() -> list[Cell]:
+    return [dataclasses.replace(cell, family="float8") for cell in _plain(lengths=(1024, 4096, 16384))]
+
+
 def _short() -> list[Cell]:
     shapes = ((1, 128, 16, 64), (8, 128, 16, 64), (64, 128, 12, 64), (64, 256, 16, 64), (16, 577, 16, 64), (8, 1024, 16, 80))
     shapes += ((128, 64, 8, 32),)
@@ -337,6 +341,7 @@ CELLS = {
     "host": [Cell("host", {"B": 1, "H": 8, "L": 128, "E": 64}, kind="host")],
 }
 SPARSE = {"spans": _spans(), "blocks": _blocks()}  # what --sparse measures
+IN_FLOAT8 = {"float8": _float8()}  # only measured if named
 GENERAL = _general()  # what --kernel sm80 measures
 # A check of the benchmark itself: seconds in total, on any device.
 QUICK = [
@@ -370,6 +375,10 @@ QUICK = [
             "size 64",
         )
         for pattern, density in (("random", 0.25), ("video", 0.5), ("everything", 1.0))
+    ),
+    *(
+        Cell("float8", {"B": 2, "H": 2, "L": 256, "E": 64}, options, kind=f"E 64, {'causal' if options else 'full'}")
+        for options in ({}, {"causal": True})
     ),
     Cell(
         "packed",

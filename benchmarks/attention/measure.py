@@ -7,7 +7,8 @@ the results of the same call without dropout.
 
 Times are medians between CUDA events; backward is timed separately from forward, forward without gradient. Short cells are
 replayed from a CUDA graph; for the host time calls are only enqueued; for calls of torch's function the wall time counts. The
-baseline, a product of two 8192 x 8192 matrices, is timed in the same rounds.
+baseline, a product of two 8192 x 8192 matrices, is timed in the same rounds. Cells of float8 have providers and a check of
+their own, in float8.py, and no backward pass.
 
 With a kernel family (--kernel) the cells are those of `cases.GENERAL`, and every call of ours runs that family.
 """
@@ -29,12 +30,13 @@ from ..attention_pages import attention_terminal_summary, general_terminal_summa
 from ..peers import PEER_TOLERANCE, Unavailable
 from ..summary import DIRECTIONS, FLASH, MATH, OURS
 from ..timing import EventTimer, GraphTimer, HostTimer, interleave, matmul
-from .cases import CELLS, GENERAL, GENERAL_QUICK, QUICK, SPARSE, Cell, Problem
-from .peers import KERNEL_PEERS, Call, providers
-from .summary import CUDNN, EFFICIENT, summarize, targets
+from . import float8
+from .cases import CELLS, GENERAL, GENERAL_QUICK, IN_FLOAT8, QUICK, SPARSE, Cell, Problem
+from .peers import KERNEL_PEERS, Call, providers, reason
+from .summary import CUDNN, EFFICIENT, FLOAT8, summarize, targets
 
 CHUNK = 1 << 25  # scores that the reference computes at a time
-# The product is in bfloat16 for every cell dtype: it measures the chip's rate.
+# The product is in bfloat16 for every cell dtype, but in float8 for cells of that: it measures the chip's rate.
 BASELINE_SIZE, BASELINE_ROUNDS = {"cpu": 512, "cuda": 8192}, 3
 STEP = "step"  # forward and backward together, where the host's time counts
 REFUSED = "no kernel takes this call"  # in dispatch.cu's error: a tile that the GPU has no room for, not a wrong result
@@ -100,10 +102,6 @@ def step(call: Call) -> tuple[list[Tensor], str | None]:
             with torch.no_grad():
                 return [call.view(call.run().detach())], reason(error)
     return [call.view(t.detach()) for t in (out, *grads)], None
-
-
-def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:160].rstrip('. ')}"
 
 
 def check_dropout(name: str, problem: Problem, make) -> None:
@@ -231,19 +229,23 @@ def measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[st
 def _measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[str] | None) -> dict:
     result = cell.head()
     problem = Problem(cell, device)
-    checked = check(problem, providers(cell, peers), result)
+    if cell.family == FLOAT8:
+        checked, product = float8.check(problem, float8.providers(peers), result), float8.product_dtype(device)
+    else:
+        checked, product = check(problem, providers(cell, peers), result), torch.bfloat16
     timers = {}
     for name, (call, _) in checked.items():
         try:
-            timers[name] = timers_of(cell.family, call, f"{name}, backward" not in result["unavailable"], device)
+            backward = cell.family != FLOAT8 and f"{name}, backward" not in result["unavailable"]
+            timers[name] = timers_of(cell.family, call, backward, device)
         except Exception as error:  # a call that runs may still fail in capture
             if name.startswith(OURS):
                 raise AssertionError(f"{cell.kind} ({cell.label}), {name}, in a CUDA graph: {reason(error)}") from error
             result["unavailable"][name] = reason(error)
-    baseline = EventTimer(matmul(BASELINE_SIZE[device], torch.bfloat16, device), torch.no_grad, device, BASELINE_ROUNDS)
+    baseline = EventTimer(matmul(BASELINE_SIZE[device], product, device), torch.no_grad, device, BASELINE_ROUNDS)
     in_order = [of_one[what] for what in (*DIRECTIONS, STEP) for of_one in timers.values() if what in of_one]
     interleave([*in_order, baseline], seconds, rounds)
-    result["matmul"] = {"tflop_per_s": 2e-12 * BASELINE_SIZE[device] ** 3 / baseline.median}
+    result["matmul"] = {"tflop_per_s": 2e-12 * BASELINE_SIZE[device] ** 3 / baseline.median, "dtype": str(product)[6:]}
     for name, of_one in timers.items():
         call, facts = checked[name]
         entry = facts | {"rounds": len(of_one["forward"].times)}
@@ -262,9 +264,10 @@ def _measure(cell: Cell, device: str, seconds: float, rounds: int, peers: list[s
 def line(result: dict) -> str:
     parts = []
     for name, entry in result["providers"].items():
-        if result["family"] in ("plain", "features", "between", "packed"):
+        if result["family"] in ("plain", "features", "between", "packed", FLOAT8):
             rates = (f"{entry[f'{d}_tflop_per_s']:.0f}" for d in DIRECTIONS if f"{d}_ms" in entry)
-            parts.append(f"{name} {'/'.join(rates)}")
+            error = f" ({100 * entry['error']:.2f} %)" if result["family"] == FLOAT8 else ""
+            parts.append(f"{name} {'/'.join(rates)}{error}")
         else:
             took = (f"{1e3 * entry[key]:.1f}" for key in ("forward_ms", f"{STEP}_ms") if key in entry)
             parts.append(f"{name} {'/'.join(took)} us")
@@ -275,13 +278,13 @@ def line(result: dict) -> str:
 def chosen(
     groups: list[str] | None, match: str | None, quick: bool, kernel: str | None = None, sparse: bool = False
 ) -> list[Cell]:
-    """The cells of these groups that have `match` in their title; with a kernel family those of `cases.GENERAL`, and of
-    `cases.SPARSE` where `sparse` says so or a group is named."""
+    """The cells of these groups that have `match` in their title; with a kernel family those of `cases.GENERAL`, of
+    `cases.SPARSE` where `sparse` says so or a group is named, and of `cases.IN_FLOAT8` where its group is."""
     if kernel:
         return harness.chosen(GENERAL_QUICK if quick else GENERAL, groups, match)
     if quick:
         return harness.chosen(QUICK, groups, match)
-    named = CELLS | SPARSE if groups else SPARSE if sparse else CELLS
+    named = CELLS | SPARSE | IN_FLOAT8 if groups else SPARSE if sparse else CELLS
     return harness.chosen([cell for group in named.values() for cell in group], groups, match)
 
 
@@ -300,6 +303,8 @@ def run(cells: list[Cell], device: str, facts: dict, path: Path, peers: list[str
     if "kernel" in facts:
         require_kernel(facts["kernel"], device)
         peers = peers or KERNEL_PEERS
+    if any(cell.family == FLOAT8 for cell in cells):
+        facts = facts | float8.versions()
 
     def of_cell(cell: Cell) -> dict:
         return measure(cell, device, facts["seconds"], facts["rounds"], peers)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import importlib
 import inspect
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,10 @@ class Call:
     grad: Tensor
     setting: Callable[[], AbstractContextManager] = nullcontext
     view: Callable[[Tensor], Tensor] = lambda t: t
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:160].rstrip('. ')}"
 
 
 def _our_options(problem: Problem) -> dict:
@@ -166,10 +171,14 @@ def packed(provider: Callable[[Problem], Call]) -> Callable[[Problem], Call]:
 
 
 def load_fa3() -> None:
-    path = os.environ.get(FA3_VARIABLE)
-    if not path:
-        raise Unavailable(f"{FA3_VARIABLE} (or --fa3) names no binary of it")
-    _load_library(str(Path(path).resolve()))
+    """Registers torch.ops.flash_attn_3: from the binary that is named, else by importing FlashAttention-3's own package."""
+    if path := os.environ.get(FA3_VARIABLE):
+        _load_library(str(Path(path).resolve()))
+        return
+    with suppress(Exception):  # it loads a library, which may not fit this torch
+        importlib.import_module("flash_attn_interface")
+    if not hasattr(torch.ops.flash_attn_3, "fwd"):
+        raise Unavailable(f"{FA3_VARIABLE} (or --fa3) names no binary of it, and it is not installed")
 
 
 @functools.cache

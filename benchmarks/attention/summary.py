@@ -13,6 +13,9 @@ FA3, CUDNN, EFFICIENT, FLEX, VARLEN = "FA3", "cuDNN", "torch efficient", "FlexAt
 DROP_IN, DEFAULT, DENSE = f"{OURS}, drop-in", f"{OURS}, default", f"{OURS}, all visible"
 BY_OVERRIDE = f"{OURS} by override"
 BY_MASK, PACKED, PLAIN = f"{OURS}, bool mask", f"{OURS}, packed", f"{OURS}, no list"
+# Of products in float8: ours quantises 16-bit inputs itself, or has products in bfloat16; the peers.
+FLOAT8, QUANTISING, IN_BFLOAT16 = "float8", f"{OURS}, quantising", f"{OURS}, bfloat16"
+CUDNN_FLOAT8, FA3_FLOAT8 = "cuDNN float8", "FA3 float8"
 FORWARD, BACKWARD = (("forward",), ("backward",))
 MIB = 1 << 20
 GROUPS = {
@@ -22,6 +25,7 @@ GROUPS = {
     "packed": "Packed sequences, causal",
     "spans": "Spans",
     "blocks": "Lists of blocks",
+    FLOAT8: "Products in float8: forward, 16384 tokens, hidden 2048",
     "short": "Short sequences, replayed from a CUDA graph",
     "host": "The host's part of a call",
     "calls": "Calls of torch's function, with the host's time",
@@ -95,6 +99,10 @@ def _of(group: str, *kinds: str, **sizes: int) -> Callable[[dict], bool]:
     )
 
 
+def _of_lengths(group: str, kind: str, lengths: tuple[int, ...]) -> Callable[[dict], bool]:
+    return lambda r: _of(group, kind)(r) and r["sizes"]["L"] in lengths
+
+
 def _is_sparse(result: dict, size: int) -> bool:
     return _of("blocks", f"size {size}")(result) and 0.1 <= result["options"]["density"] <= 0.25
 
@@ -156,14 +164,32 @@ TARGETS = (
     Target("spans: documents", lambda r: _of("spans", "E 128")(r), (PACKED,), None, 0.95),
     Target("lists of blocks", _of("blocks"), (FLEX,), None, 1.5),
     Target("lists of all blocks", lambda r: r["options"].get("blocks") == "everything", (PLAIN,), None, 0.96),
+    Target("float8", _of(FLOAT8), (CUDNN_FLOAT8,), None, 1.15, FORWARD),
+    Target("float8", _of(FLOAT8), (IN_BFLOAT16,), None, 1.2, FORWARD),
     Target("short, in a CUDA graph", _of("short"), (), None, 1.0, FORWARD),
 )
-# TFLOP/s of visible pairs, forward and backward.
+# TFLOP/s of visible pairs, forward and, where there is a backward pass, backward.
 MIN_RATES = (
     ("spans, L 32768", lambda r: _of("spans", "E 128", L=32768)(r) and r["options"]["spans"] in _WHOLE, (600, 480)),
     ("lists of 10 and 25 % of blocks of 128", lambda r: _is_sparse(r, 128), (520, 430)),
     ("lists of 10 and 25 % of blocks of 64", lambda r: _is_sparse(r, 64), (450, 350)),
+    *(
+        (f"float8, {kind}, L {' and '.join(map(str, lengths))}", _of_lengths(FLOAT8, kind, lengths), (least,))
+        for kind, lengths, least in (
+            ("E 128, full", (1024,), 900),
+            ("E 128, full", (4096, 16384), 1100),
+            ("E 128, causal", (1024,), 620),
+            ("E 128, causal", (4096,), 900),
+            ("E 128, causal", (16384,), 1000),
+            ("E 64, full", (4096, 16384), 640),
+            ("E 64, causal", (4096, 16384), 560),
+            ("E 256, full", (4096, 16384), 1200),
+            ("E 256, causal", (4096, 16384), 1050),
+        )
+    ),
 )
+QUANTISED, MIN_QUANTISING = _of(FLOAT8, "E 128, full", L=16384), 1.25  # times faster than bfloat16, quantising included
+MAX_FLOAT8_ERROR = 3.5  # percent: root mean square of the error over that of float64's results
 MAX_STEP_MIB = 1100  # for a bias with gradient; the gradient itself takes 512
 MAX_US = {"forward": 12.0, "step": 100.0}  # for the host group
 
@@ -185,9 +211,10 @@ def targets(results: list[dict]) -> list[dict]:
             )
     for name, is_member, least in MIN_RATES:
         members = [r for r in results if is_member(r) and OURS in r["providers"]]
-        for direction, rate in zip(DIRECTIONS, least, strict=True):
+        for direction, rate in zip(DIRECTIONS, least, strict=False):
             rate_of = lambda r, d: r["providers"][OURS][f"{d}_tflop_per_s"]  # noqa: E731
             found += judge(f"TFLOP/s of {name}", members, rate_of, None, rate, (direction,))
+    found += _float8_targets([r for r in results if r["family"] == FLOAT8])
     for result in results:
         ours = result["providers"].get(OURS)
         if ours and result["kind"] == "bias with gradient":
@@ -196,6 +223,20 @@ def targets(results: list[dict]) -> list[dict]:
             taken = max(e[f"{what}_ms"] for name, e in result["providers"].items() if name.startswith(OURS))
             label = "host's time of a call" if what == "forward" else "wall time of forward and backward"
             found.append(_at_most(label, result, 1e3 * taken, most, "us"))
+    return found
+
+
+def _float8_targets(results: list[dict]) -> list[dict]:
+    def quantising(result: dict, direction: str) -> float:
+        theirs, ours = (result["providers"][name][f"{direction}_ms"] for name in (IN_BFLOAT16, QUANTISING))
+        return theirs / ours
+
+    members = [r for r in results if QUANTISED(r) and {QUANTISING, IN_BFLOAT16} <= r["providers"].keys()]
+    found = judge(f"float8, quantising included, x {IN_BFLOAT16}", members, quantising, None, MIN_QUANTISING, FORWARD)
+    if known := [r for r in results if OURS in r["providers"]]:
+        worst = max(known, key=lambda r: r["providers"][OURS]["error"])
+        error = 100 * worst["providers"][OURS]["error"]
+        found.append(_at_most("float8's relative error, the worst cell", worst, error, MAX_FLOAT8_ERROR, "%"))
     return found
 
 

@@ -204,7 +204,7 @@ def test_the_targets_and_means_of_cached_keys(modules):
 def test_every_target_has_a_cell(modules, name):
     """A target of no cell would never be judged; nor would a comparison with a form that is not measured there."""
     cases, summary = modules[f"{name}.cases"], modules[f"{name}.summary"]
-    groups = cases.CELLS | getattr(cases, "SPARSE", {})
+    groups = cases.CELLS | getattr(cases, "SPARSE", {}) | getattr(cases, "IN_FLOAT8", {})
     cells = [cell for group in groups.values() for cell in group]
     assert len({(cell.family, cell.kind, cell.label, cell.dtype) for cell in cells}) == len(cells)
     targets = summary.TARGETS if name == "attention" else (*summary.FASTER, *summary.BESIDE)
@@ -213,6 +213,8 @@ def test_every_target_has_a_cell(modules, name):
         assert members, target
         if hasattr(target, "other"):
             assert all(target.other in modules["decode.peers"].providers(cell) for cell in members), target
+    for name, is_member, _ in getattr(summary, "MIN_RATES", ()):
+        assert any(is_member(vars(c)) for c in cells), name
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "odd", "attention", "decode"])
@@ -584,15 +586,23 @@ def test_a_quick_run_of_attention_and_its_record(modules, tmp_path, command):
     assert {"schema", "commit", "torch", "device"} <= record.keys()
     for result, cell in zip(record["results"], cells, strict=True):
         ours = result["providers"]["flash_online"]
-        assert ours["error"] < 0.02
+        assert ours["error"] < (0.04 if cell.family == "float8" and command == "attention" else 0.02)
         if command == "attention":
             assert ours["forward_share"] == pytest.approx(ours["forward_tflop_per_s"] / result["matmul"]["tflop_per_s"])
-            assert ours["forward_ms"] > 0 and ours["backward_tflop_per_s"] > 0
+            assert ours["forward_ms"] > 0 and ("backward_tflop_per_s" in ours) == (cell.family != "float8")
             if cell.family != "blocks":  # the others have FlashAttention-3 as a peer, and no binary of it here
-                assert result["unavailable"]["FA3"]
+                assert result["unavailable"]["FA3 float8" if cell.family == "float8" else "FA3"]
         else:
             assert ours["share"] == pytest.approx(ours["gb_per_s"] / result["read"]["gb_per_s"]) and result["sets"] >= 1
             assert ours["gb_per_s"] == pytest.approx(1e-3 * cell.bytes_read() / ours["us"])
+
+
+@pytest.mark.slow
+def test_a_quick_run_of_accuracy_and_its_record(modules, tmp_path):
+    record, cases = record_of(tmp_path, "accuracy", "--quick"), modules["float8_accuracy"].cases(True)
+    assert record["wrong"] == 0 and len(record["results"]) == len(cases) and record.keys() >= {"schema", "commit", "device"}
+    assert [target["unit"] for target in record["targets"]] == ["%", "%"]
+    assert modules["float8_accuracy"].accuracy_page(record)
 
 
 @pytest.mark.slow
@@ -649,6 +659,7 @@ def command_line(monkeypatch, arguments):
         ("rows --quick", "needs --out"),  # a part of the cases never overwrites a committed record
         ("linear --quick", "needs --out"),
         ("decode --providers FA3", "needs --out"),
+        ("accuracy --cases error", "needs --out"),
         ("family --without-traffic", "--without-traffic needs --out"),
         ("family --ncu nothing", "there is no nothing to count bytes with"),
         ("rows --match nothing --out x.json", "no case is chosen"),
@@ -658,6 +669,7 @@ def command_line(monkeypatch, arguments):
         pytest.param("attention --kernel sm80", "needs a CUDA GPU", marks=WITHOUT_GPU),
         pytest.param("attention", "needs a CUDA GPU", marks=WITHOUT_GPU),
         pytest.param("decode", "needs a CUDA GPU", marks=WITHOUT_GPU),
+        pytest.param("accuracy", "needs a CUDA GPU", marks=WITHOUT_GPU),
         pytest.param("paper --quick --out x.json", "need a CUDA GPU", marks=WITHOUT_GPU),
         pytest.param("family --quick --without-traffic --out x.json", "need a CUDA GPU", marks=WITHOUT_GPU),
     ],
@@ -957,6 +969,129 @@ def test_a_quick_run_of_the_general_kernels_and_its_record(tmp_path):
     on_gpu = torch.cuda.is_available()
     assert ("flash_online by torch_sdpa" in record["results"][-1]["providers"]) == on_gpu
     assert ("torch varlen_attn" in record["results"][2]["providers"]) == on_gpu
+
+
+# --- float8 -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def float8_device():
+    """The device of float8's benchmarks, on which float8_attention has kernels."""
+    from float8_cases import skip_without_kernel
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    skip_without_kernel(device)
+    return device
+
+
+@pytest.mark.parametrize("match", ["full", "causal"])
+def test_a_cell_of_float8(modules, monkeypatch, float8_device, match):
+    """Forward alone; ours on e4m3 tensors, with quantising and in bfloat16. Peers that are not there are named."""
+    monkeypatch.delenv("FLASH_ATTENTION_3", raising=False)
+    measure, summary = modules["attention.measure"], modules["attention.summary"]
+    (cell,) = measure.chosen(["float8"], match, True)
+    result = measure.measure(cell, float8_device, 0, 1)
+    ours = {name: entry for name, entry in result["providers"].items() if name.startswith("flash_online")}
+    assert list(ours) == ["flash_online", summary.QUANTISING, summary.IN_BFLOAT16]
+    for name, entry in ours.items():
+        assert entry["forward_ms"] > 0 and "backward_ms" not in entry and entry["beyond_results_bytes"] >= 0
+        assert (entry["error"] < 0.005) == (name == summary.IN_BFLOAT16) and entry["error"] < 0.035
+    assert result["providers"].keys() | result["unavailable"].keys() >= {summary.CUDNN_FLOAT8, summary.FA3_FLOAT8}
+    table = modules["attention_pages"].float8_table([result])
+    assert len(table) == 3 and f"x {summary.IN_BFLOAT16}" in table[0] and len({line.count("|") for line in table}) == 1
+    assert modules["attention_pages"].unavailable_in([result]) or not result["unavailable"]
+
+
+def test_a_wrong_result_in_float8_is_not_timed(modules, monkeypatch, float8_device):
+    """Ours is an error, a peer is left out."""
+    measure, float8, summary = modules["attention.measure"], modules["attention.float8"], modules["attention.summary"]
+    (cell,) = measure.chosen(["float8"], "full", True)
+    right = float8.ours
+
+    def wrong(problem):
+        call = right(problem)
+        return dataclasses.replace(call, run=lambda: 1.2 * call.run())
+
+    monkeypatch.setitem(float8.PROVIDERS, summary.CUDNN_FLOAT8, wrong)
+    result = measure.measure(cell, float8_device, 0, 1)
+    assert "relative error is 0.2" in result["unavailable"][summary.CUDNN_FLOAT8]
+    monkeypatch.setitem(float8.PROVIDERS, "flash_online", wrong)
+    with pytest.raises(AssertionError, match="flash_online: a relative error of 0.2"):
+        measure.measure(cell, float8_device, 0, 1)
+
+
+def float8_result(ours, quantising, bfloat16, cudnn, error=0.03, **sizes):
+    """A result of milliseconds, of which 1 is a rate of 1,000 TFLOP/s."""
+    times = {"flash_online": ours, "flash_online, quantising": quantising, "flash_online, bfloat16": bfloat16}
+    entries = {
+        name: {
+            "error": error,
+            "beyond_results_bytes": 0,
+            "forward_ms": ms,
+            "forward_tflop_per_s": 1000 / ms,
+            "forward_share": 1,
+        }
+        for name, ms in (times | {"cuDNN float8": cudnn}).items()
+    }
+    facts = {"family": "float8", "kind": "E 128, full", "case": f"L {sizes['L']}", "sizes": sizes, "options": {}}
+    return facts | {"dtype": "bfloat16", "providers": entries, "unavailable": {}, "matmul": {"tflop_per_s": 1000.0}}
+
+
+def test_the_targets_of_float8(modules):
+    results = [float8_result(1.0, 1.5, 2.0, 1.25, E=128, L=16384), float8_result(1.0, 1.0, 2.0, 1.1, 0.04, E=128, L=1024)]
+    found = {target["target"]: target for target in modules["attention.summary"].targets(results)}
+    assert len(found) == 6 and not found["float8, x cuDNN float8, forward"]["met"]
+    assert found["float8, x flash_online, bfloat16, forward"]["worst"] == pytest.approx(2.0)
+    quantising = found["float8, quantising included, x flash_online, bfloat16, forward"]
+    assert quantising["cases"] == 1 and quantising["worst"] == pytest.approx(4 / 3)
+    assert found["TFLOP/s of float8, E 128, full, L 1024, forward"]["met"]
+    assert not found["TFLOP/s of float8, E 128, full, L 4096 and 16384, forward"]["met"]
+    error = found["float8's relative error, the worst cell, L 1024"]
+    assert error["measured"] == pytest.approx(4.0) and not error["met"]
+    _, _, row, _ = modules["attention_pages"].float8_table(results)
+    assert row == "| L 16384 | 1000 | 667 | 500 | 800 | 100 | 1.25 | 2.00 | 1.33 | 0 / 0 / 0 / 0 | 3.00 / 3.00 / 3.00 / 3.00 |"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_exact_rows_are_those_of_attention(modules, causal):
+    float8 = modules["attention.float8"]
+    tensors = [torch.randn(2, 3, 50, 16, dtype=torch.float64) for _ in range(3)]
+    rows = float8.checked_rows(50, 20)
+    assert len(rows) >= 19 and rows[-1] == 49 and rows.diff().min() > 0
+    whole = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=causal)
+    assert float8.relative_error(float8.exact_rows(*tensors, rows, causal), whole[:, :, rows]) < 1e-12
+
+
+@pytest.mark.parametrize("inputs", ["normal", "outliers", "outliers, same channels", "key offset"])
+def test_the_error_of_float8_is_told_apart_by_its_cause(modules, float8_device, inputs):
+    accuracy = modules["float8_accuracy"]
+    case = next(c for c in accuracy.cases(True) if c.family == "error" and c.options == {"inputs": inputs})
+    result = accuracy.measure_error(case, float8_device)
+    smooth, rough, bfloat16 = result["providers"].values()
+    assert smooth["quantised"] < 0.035 and rough["quantised"] < 0.035 and bfloat16["exact"] < 0.01
+    for entry in (smooth, rough):  # the two causes are independent, as good as
+        assert entry["exact"] == pytest.approx(math.hypot(entry["quantised"], entry["inputs"]), rel=0.1)
+    assert (2 * smooth["exact"] < rough["exact"]) == (inputs == "key offset")
+    assert len(accuracy.error_tables([result])) == 11
+
+
+def test_a_needle_is_found(modules, float8_device):
+    accuracy = modules["float8_accuracy"]
+    case = next(c for c in accuracy.cases(True) if c.family == "needle" and c.options == {"share": 0.5})
+    result = accuracy.measure_needle(case, float8_device)
+    for name, entry in result["providers"].items():
+        assert entry["hits"] == 1 and entry["cosine"] > 0.9
+        assert (entry["part_error"] < 0.005) == (name in ("float64", "bfloat16")) and entry["part_error"] < 0.1
+    assert "100 / 100 / 100 / 100" in accuracy.needle_tables([result])[4]
+
+
+def test_a_diffusion_transformer_depends_on_its_attention(modules, float8_device):
+    accuracy = modules["float8_accuracy"]
+    (case,) = (c for c in accuracy.cases(True) if c.family == "diffusion")
+    result = accuracy.measure_diffusion(case, float8_device)
+    float8, bfloat16, without = (result["providers"][name] for name in ("float8", "bfloat16", "without attention"))
+    assert bfloat16["last_float32"] < float8["last_float32"] < 0.1 * without["last_float32"]
+    assert float8["first_bfloat16"] < float8["last_bfloat16"] and len(accuracy.diffusion_table(result)) == 8
 
 
 # --- The docs -----------------------------------------------------------------------------------------------------------------
