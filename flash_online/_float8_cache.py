@@ -77,12 +77,12 @@ class _Packing(NamedTuple):
         return cls(index, index.clamp(max=max(total - 1, 0)), counts, total)
 
     def unpack(self, query: Tensor) -> Tensor:
-        """Packed queries [Tq, Hq, E] as [B, Hq, longest, E], 0 behind a sequence's own."""
+        """Packed queries [Tq, Hq, E] as [B, Hq, longest, E], 0 after a sequence's own."""
         rows = query[self.clamped].masked_fill((self.index == self.total)[..., None, None], 0)
         return rows.transpose(1, 2)
 
     def pack(self, result: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """[Tq, Hq, Ev] and [Hq, Tq], 0 and -inf in rows of no sequence. A row behind the last one takes those of none."""
+        """[Tq, Hq, Ev] and [Hq, Tq], 0 and -inf in rows of no sequence. One more row takes what belongs to none."""
         out = result.new_zeros(self.total + 1, result.shape[1], result.shape[3])
         out[self.index] = result.transpose(1, 2)
         packed_lse = lse.new_full((self.total + 1, lse.shape[1]), -torch.inf)
@@ -111,7 +111,7 @@ def _spans(left, ends, rows, counts, options, given) -> Tensor:
         begin = begin.maximum(position - before)
     if after >= 0:
         end = end.minimum(position + after + 1)
-    if counts is not None:  # rows behind a sequence's own see nothing: no time is spent on them
+    if counts is not None:  # rows after a sequence's own see nothing: no time is spent on them
         end = torch.where(row < counts[:, None], end, 0)
     begin, end = (bound[:, None, :, None].int() for bound in (begin, end))
     if given is not None:

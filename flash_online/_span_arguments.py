@@ -66,3 +66,10 @@ def in_spans(numbers: Tensor, spans: Tensor) -> Tensor:
     """Whether numbers lie in one of the intervals of spans [..., 2 or 4], broadcast to spans without their last dimension."""
     inside = [(numbers >= spans[..., n]) & (numbers < spans[..., n + 1]) for n in range(0, spans.shape[-1], 2)]
     return inside[0] if len(inside) == 1 else inside[0] | inside[1]
+
+
+def spans_of_key_mask(mask: Tensor, keys: int) -> Tensor:
+    """The key_spans `[..., keys, 2]` of a bool mask `[..., 1, 1 or keys]` that all queries share: a key is seen by all of them
+    or by none."""
+    past = mask[..., 0, :].expand(*mask.shape[:-2], keys).to(torch.int32) * (2**31 - 1)  # clamped to the queries
+    return torch.stack([torch.zeros_like(past), past], -1)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ._float8 import spans_of_keys
+from .._span_arguments import spans_of_key_mask
 from ._transformers_rules import Rule, infer, interval, read, runs, starts_of
 
 
@@ -76,7 +76,7 @@ class VisibleKeys:
     def _make_spans(self) -> dict[str, Tensor]:
         found = {"query_spans": self._spans_of_runs() if self.query_spans is None else self.query_spans}
         if self.padding is not None:
-            found["key_spans"] = spans_of_keys(self.padding[:, :, 0])
+            found["key_spans"] = spans_of_key_mask(self.padding, self.padding.shape[-1])
         return found
 
     def _spans_of_runs(self) -> Tensor:

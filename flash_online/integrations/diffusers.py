@@ -19,6 +19,7 @@ from .._attention_derivatives import gradients_of_part
 from .._canonicalize import autocast, canonicalize, check_kinds
 from .._checks import check_float
 from .._ops import InvalidArgument, ops
+from .._span_arguments import spans_of_key_mask
 from ..attention import attention, default_scale, tf32_for
 from ..float8 import float8_attention
 from . import _float8
@@ -212,8 +213,7 @@ def _float8_backend(
                 f"attn_mask: expected a bool mask of keys, [B, S] or [..., 1, S], with {_float8.NAME}, got {mask.dtype} "
                 f"{list(mask.shape)}; use {NAME!r}"
             )
-        mask = mask[(None,) * (4 - mask.dim())][..., 0, :]
-        spans = _float8.spans_of_keys(mask.expand(*mask.shape[:-1], key.shape[1]))
+        spans = spans_of_key_mask(mask[(None,) * (4 - mask.dim())], key.shape[1])
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     options: dict[str, Any] = {"causal": is_causal, "key_spans": spans, "scale": scale}
     if not return_lse:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._plain import is_compiling
+from .._span_arguments import spans_of_key_mask
 from ..attention import attention, default_scale, try_fast_masked, try_fast_path
 from ..float8 import float8_attention
 from ..kvcache import kvcache_attention
@@ -201,7 +202,7 @@ def attend_in_float8(
                 f"attention_mask: expected a rule, spans or a bool mask of keys with {_float8.NAME}, got a dense mask, "
                 f"{mask.dtype} {list(mask.shape)}. {_SIXTEEN_BITS}"
             )
-        rule = {"key_spans": _float8.spans_of_keys(mask[..., 0, :].expand(*mask.shape[:-2], key.shape[2]))}
+        rule = {"key_spans": spans_of_key_mask(mask, key.shape[2])}
     else:
         _check_lengths(visible, query, key)
         rule = dict(visible.spans())
@@ -209,7 +210,7 @@ def attend_in_float8(
             key, value = key[:, :, : visible.used_keys], value[:, :, : visible.used_keys]
             rule = _positions(visible, query.shape[2], key.shape[2])
             if visible.padding is not None:
-                rule["key_spans"] = _float8.spans_of_keys(visible.padding[:, :, 0])
+                rule["key_spans"] = spans_of_key_mask(visible.padding, key.shape[2])
     options = {"softcap": float(softcap or 0.0), "sinks": s_aux, "scale": scaling}
     return float8_attention(query, key, value, **rule, **options).transpose(1, 2).contiguous(), None
 

@@ -34,17 +34,11 @@ DType float8_input_of(const Tensor& query) {
 }
 
 void check_float8_tensors(const Tensor& query, const Tensor& key, const Tensor& value) {
-  check(query.dim() == 4, "query: expected [batch, heads, length, width], got ", shape_of(query));
-  check(key.dim() == 4 && key.size(0) == query.size(0) && key.size(3) == query.size(3),
-        "key: expected query's batch and width, got ", shape_of(key), " for ", shape_of(query));
+  check_query_and_key(query, key);
   check(value.dim() == 4 && value.size(0) == key.size(0) && value.size(1) == key.size(1) && value.size(2) == key.size(2),
         "value: expected key's batch, heads and length, got ", shape_of(value), " for ", shape_of(key));
-  for (const Tensor* tensor : {&key, &value})
-    check(tensor->scalar_type() == query.scalar_type(), tensor == &key ? "key" : "value", ": expected query's dtype, ",
-          NameOfDtype{query}, ", got ", NameOfDtype{*tensor});
-  const int64_t heads = query.size(1), key_heads = key.size(1);
-  check(heads == 0 ? key_heads == 0 : key_heads > 0 && heads % key_heads == 0,
-        "key: expected a number of heads that divides query's, ", heads, ", got ", key_heads);
+  check(value.scalar_type() == query.scalar_type(), "value: expected query's dtype, ", NameOfDtype{query}, ", got ",
+        NameOfDtype{value});
 }
 
 void set_scale(const std::optional<Tensor>& scale, const char* name, const Tensor& key, bool takes_scales, const float*& data,

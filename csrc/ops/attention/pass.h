@@ -24,6 +24,18 @@ void set_view(const Tensor& tensor, View& view) {
   for (int i = 0; i < 4; ++i) view.stride[i] = tensor.size(i) == 1 ? 0 : tensor.stride(i);
 }
 
+// Checks query [batch, heads, length, width] and key with as many or fewer heads, of one dtype.
+inline void check_query_and_key(const Tensor& query, const Tensor& key) {
+  check(query.dim() == 4, "query: expected [batch, heads, length, width], got ", shape_of(query));
+  check(key.dim() == 4 && key.size(0) == query.size(0) && key.size(3) == query.size(3),
+        "key: expected query's batch and width, got ", shape_of(key), " for ", shape_of(query));
+  check(key.scalar_type() == query.scalar_type(), "key: expected query's dtype, ", NameOfDtype{query}, ", got ",
+        NameOfDtype{key});
+  const int64_t heads = query.size(1), key_heads = key.size(1);
+  check(heads == 0 ? key_heads == 0 : key_heads > 0 && heads % key_heads == 0,
+        "key: expected a number of heads that divides query's, ", heads, ", got ", key_heads);
+}
+
 // ---- Devices ---------------------------------------------------------------------------------------------------------------
 
 struct AttentionOnCpu : Cpu {

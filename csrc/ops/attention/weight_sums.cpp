@@ -100,14 +100,8 @@ Tensor attention_weight_sums(const Tensor& query, const Tensor& key, const Tenso
   check_floating(query, "query");
   check_device(key, "key", query, "query");
   check_device(lse, "lse", query, "query");
-  check(query.dim() == 4, "query: expected [batch, heads, length, width], got ", shape_of(query));
-  check(key.dim() == 4 && key.size(0) == query.size(0) && key.size(3) == query.size(3),
-        "key: expected query's batch and width, got ", shape_of(key), " for ", shape_of(query));
-  check(key.scalar_type() == query.scalar_type(), "key: expected query's dtype, ", NameOfDtype{query}, ", got ",
-        NameOfDtype{key});
+  check_query_and_key(query, key);
   const int64_t heads = query.size(1), key_heads = key.size(1);
-  check(heads == 0 ? key_heads == 0 : key_heads > 0 && heads % key_heads == 0,
-        "key: expected a number of heads that divides query's, ", heads, ", got ", key_heads);
   check(lse.scalar_type() == accumulator_of(query.scalar_type()), "lse: expected dtype float32 (float64 for float64), got ",
         NameOfDtype{lse});
   const std::vector<int64_t> rows{query.size(0), heads, query.size(2)};

@@ -57,7 +57,7 @@ struct Arguments {
   Statistics statistics;
   // Results; null: the tensor is read where it is.
   uint8_t *query_to, *key_to, *value_to;
-  int64_t query_pitch, key_pitch, value_pitch;  // of rows
+  int64_t row_pitch, value_pitch;  // of a row of query and key; of a column of values
   float* row_terms;  // null: none
 };
 
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(kThreads) float8_quantise(const __grid_constan
   const float* const mean = kQuantises<T> && a.smooths ? s.mean + key_head * a.key.columns : nullptr;
   if (chunk < a.key_chunks) {
     const int64_t begin = chunk * kQuantisedRows, end = min(begin + kQuantisedRows, a.key.rows);
-    quantise_rows<T, kVector, true>(a, a.key, batch, head, begin, end, own(s.key_scale), mean, a.key_to, a.key_pitch);
+    quantise_rows<T, kVector, true>(a, a.key, batch, head, begin, end, own(s.key_scale), mean, a.key_to, a.row_pitch);
   } else if (chunk -= a.key_chunks; chunk < a.value_chunks) {
     const int64_t column_blocks = (a.value.columns + kValueColumns - 1) / kValueColumns;
     transpose_values<T, kVector>(a, batch, head, chunk / column_blocks * kValueKeys,
@@ -362,7 +362,7 @@ __global__ void __launch_bounds__(kThreads) float8_quantise(const __grid_constan
     chunk -= a.value_chunks;
     const int64_t begin = chunk * kQuantisedRows, end = min(begin + kQuantisedRows, a.group * a.query.rows);
     quantise_rows<T, kVector, false>(a, a.query, batch, head * a.group, begin, end, own(s.query_scale), mean, a.query_to,
-                                     a.query_pitch);
+                                     a.row_pitch);
   }
 }
 
@@ -404,15 +404,14 @@ struct Layout {
                  .query_to = nullptr,
                  .key_to = nullptr,
                  .value_to = nullptr,
-                 .query_pitch = std::max(round_up(p.head_dim, int64_t{16}), int64_t{16}),
-                 .key_pitch = std::max(round_up(p.head_dim, int64_t{16}), int64_t{16}),
+                 .row_pitch = std::max(round_up(p.head_dim, int64_t{16}), int64_t{16}),
                  .value_pitch = std::max(round_up(p.keys, int64_t{32}), int64_t{32}),
                  .row_terms = nullptr};
     const auto rows_of = [&](const ConstView4& view, int64_t heads, int64_t rows, uint8_t*& to) -> Float8Rows {
       const bool in_place = !quantises && p.head_dim > 0 && rows > 0 &&
                             is_tma_compatible(view.data, view.stride, p.batch, heads, rows, p.head_dim, 16);
       if (in_place) return {view, rows, p.head_dim};
-      const int64_t pitch = arguments.query_pitch, at_least_one = std::max(rows, int64_t{1});
+      const int64_t pitch = arguments.row_pitch, at_least_one = std::max(rows, int64_t{1});
       to = scratch.take<uint8_t>(p.batch * heads * at_least_one * pitch);
       return {{to, {heads * rows * pitch, rows * pitch, pitch, 1}}, at_least_one, pitch};
     };

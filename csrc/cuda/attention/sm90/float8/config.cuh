@@ -35,7 +35,7 @@ struct Float8Sm90Kernel {
   static constexpr int kBoxes = (kTile.head_dim + kBoxBytes - 1) / kBoxBytes;
   static constexpr int kHeadDimSteps = kTile.head_dim / 32, kKeySteps = kKeys / 32;  // of wgmma, which is 32 deep
   static constexpr int kPartColumns = kTile.head_dim / kTile.parts;
-  static constexpr int kGroups = kKeys / 16, kWords = 2 * kGroups;  // of eight scores of a lane; of four weights
+  static constexpr int kWords = kKeys / 8;  // of a lane, with four weights each
   static constexpr int kScoreRegisters = kKeys / 2, kOutRegisters = kTile.head_dim / 2, kPartRegisters = kPartColumns / 2;
   static constexpr int kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
@@ -53,8 +53,7 @@ struct Float8Sm90Kernel {
   };
   struct Block {
     int key;  // the first one; -1: the tile has no more blocks
-    // Bits of warpgroups: those whose queries see none of it by their position, and those from which some of its scores are
-    // hidden.
+    // A bit per warpgroup: whether position hides all of the block from its queries; whether any of its scores is hidden.
     uint8_t hidden_from, mixed_for;
   };
   struct alignas(kBoxAlignment) QueryBuffer {

@@ -228,7 +228,7 @@ struct Float8Sm90Kernel<Out, Variant>::MathWarpgroup {
       capped = {scale_of_products() * to_exponent, {row_term(0) * to_exponent, row_term(1) * to_exponent}};
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) max[r] = -INFINITY, sum[r] = 0, factor[r] = 0;
+    for (int r = 0; r < 2; ++r) max[r] = -INFINITY, sum[r] = 0;
 #pragma unroll
     for (int i = 0; i < kOutRegisters; ++i) out[i] = 0;
   }

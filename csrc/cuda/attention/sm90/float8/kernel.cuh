@@ -2,8 +2,8 @@
 //
 // The tensor cores add products of 8 bits with few digits (about 14 bits), so that O += P V would lose what small weights add.
 // Each block's P V is therefore a sum of its own, and O = f O + P V is computed in float32: that costs no more than the
-// rescaling by f that a true running maximum needs anyway. The maximum may not lag behind, as it does in kernels of 16 bits,
-// since e4m3 ends at 448: weights are 2^(score - maximum + kWeightExponent), at most 2^kWeightExponent.
+// rescaling by f that a true running maximum needs anyway. The maximum is raised with each block, which kernels of 16 bits
+// put off, since e4m3 ends at 448: weights are 2^(score - maximum + kWeightExponent), at most 2^kWeightExponent.
 //
 // A persistent CTA has a warp that loads tiles and math warpgroups with 64 queries each. While the tensor cores compute the
 // products of one, the others compute exponentials.
