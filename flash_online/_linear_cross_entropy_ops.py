@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._ops import _fragment, _no_flops, _one_by_one, _register, accumulator_of, below_autograd, ops
+from ._ops import _fragment, _no_flops, _one_by_one, _register, accumulator_of, below_autograd, implement, ops
 
 # Bytes of a chunk of logits. On a GPU a chunk has 2048 rows for a vocabulary of 128k in 16 bits: products long enough for
 # cuBLAS. Each chunk also reads and writes the gradient of linear_weight, at less than a tenth of the cost of its product.
@@ -401,7 +401,7 @@ def _define(name: str, schema: str, run, fake, flops) -> None:
 
     _define_overloads(name, schema)
     for device in ("CPU", "CUDA"):
-        _implement(name, kernel, device)
+        implement(name, kernel, device)
     _register(name, fake, vmap, flops)
 
 
@@ -409,11 +409,6 @@ def _define_overloads(name: str, schema: str) -> None:
     """Defines an operator as csrc/ops/operators.h does: first the overload that has a derivative."""
     for overload in (name, f"{name}.below_autograd"):
         _fragment.define(f"{overload}{schema}")
-
-
-def _implement(name: str, kernel, device: str) -> None:
-    for overload in (name, f"{name}.below_autograd"):
-        _fragment.impl(overload, kernel, device)
 
 
 _define(
@@ -461,7 +456,7 @@ def _scale_vmap(info, in_dims, tensor, factor):
     raise NotImplementedError("scale_: expected a call outside vmap, as it writes in place, got one inside")
 
 
-_implement("scale_", _scale_on_cpu, "CPU")
+implement("scale_", _scale_on_cpu, "CPU")
 if not torch._C._dispatch_has_kernel_for_dispatch_key("flash_online::scale_", "CUDA"):
-    _implement("scale_", _scale_on_cuda, "CUDA")
+    implement("scale_", _scale_on_cuda, "CUDA")
 _register("scale_", lambda tensor, factor: None, _scale_vmap, _no_flops)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ._attention_arguments import AttentionTensors
@@ -75,8 +76,12 @@ def direct_call(operator) -> Callable:
     below, default = below_autograd(operator), operator.default
 
     def call(*arguments):
-        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        return default(*arguments) if traced else below(*arguments)
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return default(*arguments)
+        try:
+            return below(*arguments)
+        except RuntimeError as error:
+            raise surfaced(error, *arguments) from None
 
     return call
 
@@ -103,6 +108,12 @@ def surfaced(error: RuntimeError, *inputs) -> RuntimeError:
 
 _FAILED_ALLOCATION = re.compile(r"out of memory|\baoti_torch_empty\w*\(.* API call failed", re.DOTALL)
 _fragment = torch.library.Library("flash_online", "FRAGMENT")  # registrations end when this object is freed
+
+
+def implement(name: str, kernel: Callable, device: str) -> None:
+    """Registers an operator's kernel in Python for "CPU" or "CUDA"."""
+    for overload in (name, f"{name}.below_autograd"):
+        _fragment.impl(overload, kernel, device)
 
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes of the kernels' operands
@@ -293,9 +304,11 @@ _register("attention_inference", _attention_inference_fake, _attention_inference
 
 
 def _attention_inference_with_options_fake(
-    query, key, value, mask, alibi_slopes, sinks, window_left, window_right, lower_right, scale, softcap, tf32=False
-):
-    return _attention_inference_fake(query, key, value, False, scale), _accumulator(query, query.shape[:-1])
+    query, key, value, mask, alibi_slopes, sinks, window_left, window_right, lower_right, scale, softcap, tf32=False,
+    query_spans=None, key_spans=None, tiles=None, return_lse=True,
+):  # fmt: skip
+    out = _attention_inference_fake(query, key, value, False, scale)
+    return out, _accumulator(query, query.shape[:-1] if return_lse else [0])
 
 
 def _attention_inference_with_options_vmap(info, in_dims, query, key, value, mask, alibi_slopes, sinks, *options):
@@ -306,7 +319,8 @@ def _attention_inference_with_options_vmap(info, in_dims, query, key, value, mas
     size = info.batch_size
     front = (_front(tensor, dim, size) for tensor, dim in ((query, query_dim), (key, key_dim), (value, value_dim)))
     mask, alibi_slopes = _front(mask, mask_dim, size, expand=False), _front(alibi_slopes, slopes_dim, size)
-    return operator(*front, mask, alibi_slopes, sinks, *options), (0, 0)
+    out, lse = operator(*front, mask, alibi_slopes, sinks, *_with_sparsity_in_front(options, in_dims[6:], size))
+    return (out, lse if lse.dim() > 1 else lse.expand(size, 0)), (0, 0)
 
 
 _register(
@@ -597,6 +611,44 @@ def _block_tiles_vmap(info, in_dims, counts, indices, *options):
 
 
 _register("block_tiles", _block_tiles_fake, _block_tiles_vmap, _no_flops)
+
+
+def _blocks(rows, size):
+    return (rows.shape[2] + size - 1) // size
+
+
+def _block_means_fake(query, key, *sizes):
+    shapes = ([*rows.shape[:2], _blocks(rows, size), rows.shape[3]] for rows, size in zip((query, key), sizes, strict=True))
+    return tuple(query.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+def _of_mapped_blocks(operator, info, in_dims, query, key, *options):
+    """The results of an operator over query and key, with the mapped dimension and the batch in one."""
+    query, key = (_front(tensor, dim, info.batch_size) for tensor, dim in zip((query, key), in_dims[:2], strict=True))
+    results = operator(query.flatten(0, 1), key.flatten(0, 1), *options)
+    return tree_map(lambda result: result.unflatten(0, query.shape[:2]), results)
+
+
+def _block_means_vmap(*arguments):
+    return _of_mapped_blocks(ops.block_means.default, *arguments), (0, 0)
+
+
+_register("block_means", _block_means_fake, _block_means_vmap, _no_flops)
+
+
+def _block_maxima_fake(query, key, rows, columns, causal, scale):
+    return query.new_empty([*query.shape[:2], _blocks(query, rows), _blocks(key, columns)], dtype=torch.float32)
+
+
+def _block_maxima_vmap(*arguments):
+    return _of_mapped_blocks(ops.block_maxima.default, *arguments), 0
+
+
+def _block_maxima_flops(query, key, *args, out_shape=None, **kwargs) -> int:
+    return 2 * math.prod(query) * key[2]
+
+
+_register("block_maxima", _block_maxima_fake, _block_maxima_vmap, _block_maxima_flops)
 
 
 def _block_topk_fake(scores, k, causal, rows, columns):

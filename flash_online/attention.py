@@ -242,8 +242,8 @@ def results_of(out: Tensor, lse: Tensor | None, max_logit: Tensor | None) -> Ten
 # | path                | tensors                    | options               | derivatives                            |
 # |---------------------|----------------------------|-----------------------|----------------------------------------|
 # | _run_inference      | plain (try_fast_path)      | causal, scale         | none                                   |
-# | ..._with_options    | plain (try_fast_masked)    | mask, causal, scale   | none                                   |
-# | _run_forward        | plain (try_fast_sparse)    | sparse, causal, scale | none                                   |
+# | _infer              | plain (try_fast_masked)    | mask, causal, scale   | none                                   |
+# | _infer              | plain (try_fast_sparse)    | sparse, causal, scale | none                                   |
 # | _lean_attention     | plain (try_fast_path)      | causal, scale         | autograd, outside torch.func           |
 # | attention_inference | canonicalized              | causal, scale         | none, or the dispatcher's              |
 # | ..._with_options    | canonicalized              | all but dropout       | none, or the dispatcher's              |
@@ -305,9 +305,8 @@ def try_fast_masked(
         scale = default_scale(shape[-1])
     elif type(scale) is not float:
         return None
-    options = (mask, None, None, -1, 0 if causal else -1, False, scale, 0.0, tf32_for(query))
     try:
-        return _run_inference_with_options(query, key, value, *options)[0]
+        return _infer(query, key, value, mask, causal, scale, (None, None, None))
     except RuntimeError as error:
         raise surfaced(error, query) from None
 
@@ -348,13 +347,19 @@ def try_fast_sparse(
     tiles = None if blocks is None else try_fast_tiles(blocks, query, shape, key_shape[2])
     if tiles is None and blocks is not None:
         return None
-    tensors, options = (query, key, value, None, None, None, None), plain_options(causal, scale, tf32_for(query))
     try:
         if is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            return _attention(*tensors, *whole, tiles, options)[0]
-        return _run_forward(*tensors, *options, *whole, tiles)[0]
+            options = plain_options(causal, scale, tf32_for(query))
+            return _attention(query, key, value, None, None, None, None, *whole, tiles, options)[0]
+        return _infer(query, key, value, None, causal, scale, (*whole, tiles))
     except RuntimeError as error:
         raise surfaced(error, query) from None
+
+
+def _infer(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, sparsity) -> Tensor:
+    """The output alone of a plain call without a gradient. `sparsity`: query_spans, key_spans, tiles."""
+    options = (mask, None, None, -1, 0 if causal else -1, False, scale, 0.0, tf32_for(query))
+    return _run_inference_with_options(query, key, value, *options, *sparsity, False)[0]
 
 
 def _shapes_fit(shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, groups: bool) -> bool:
@@ -385,7 +390,6 @@ def _train(query, key, value, options):
 
 _is_deterministic = torch.are_deterministic_algorithms_enabled
 _run_inference, _run_training = below_autograd(ops.attention_inference), below_autograd(ops.attention_training)
-_run_forward = below_autograd(ops.attention_forward)
 _run_inference_with_options = below_autograd(ops.attention_inference_with_options)
 _run_training_backward = below_autograd(ops.attention_training_backward)
 
@@ -422,19 +426,17 @@ def attention_impl(
     scale = operator_scale(query, scale)
     alibi_slopes = None if alibi_slopes is None else alibi_slopes.to(accumulator)
     sinks = None if sinks is None else sinks.to(accumulator).contiguous()
-    if operator is query_spans is key_spans is tiles is deterministic is None and not (dropout_p or return_max_logit):
+    if operator is deterministic is None and not (dropout_p or return_max_logit):
         # A trace by torch.jit is compared with one of inputs that require no gradient.
         if _policy.traced_by_jit() is not None or not requires_grad((query, key, value, mask, sinks)):
             options = (mask, alibi_slopes, sinks, left, 0 if causal else right, lower_right, scale, float(softcap), tf32)
-            plain = mask is None and alibi_slopes is None and sinks is None and tuple(window) == (None, None)
-            if plain and not (lower_right or softcap or return_lse):
+            options += (query_spans, key_spans, tiles)
+            plain = mask is alibi_slopes is sinks is query_spans is key_spans is tiles is None
+            if plain and tuple(window) == (None, None) and not (lower_right or softcap or return_lse):
                 arguments = (query, key, value, causal, scale, tf32)
-                if dispatches():
-                    return dispatch(ops.attention_inference.default, *arguments), None, None
-                return _run_inference(*arguments), None, None
-            if dispatches():
-                return *dispatch(ops.attention_inference_with_options.default, query, key, value, *options), None
-            return *_run_inference_with_options(query, key, value, *options), None
+                return _without_gradient(ops.attention_inference, _run_inference, *arguments), None, None
+            arguments = (query, key, value, *options)
+            return *_without_gradient(ops.attention_inference_with_options, _run_inference_with_options, *arguments), None
     compute = _attention_with_max_logit if return_max_logit else operator or _attention
     out, lse, _, *max_logit = compute(
         query,
@@ -452,6 +454,15 @@ def attention_impl(
         ),
     )
     return out, lse, max_logit[0] if max_logit else None
+
+
+def _without_gradient(operator: torch._ops.OpOverloadPacket, run: Callable, query: Tensor, *arguments):
+    if dispatches():
+        return dispatch(operator.default, query, *arguments)
+    try:
+        return run(query, *arguments)
+    except RuntimeError as error:
+        raise surfaced(error, query) from None
 
 
 def tf32_for(query: Tensor) -> bool:
@@ -680,11 +691,12 @@ def _inference(query, key, value, causal, scale, tf32):
 
 @composite(ops.attention_inference_with_options)
 def _inference_with_options(
-    query, key, value, mask, alibi_slopes, sinks, left, right, lower_right, scale, softcap, tf32
+    query, key, value, mask, alibi_slopes, sinks, left, right, lower_right, scale, softcap, tf32, *sparsity_and_return_lse
 ):  # fmt: skip
-    tensors = (query, key, value, mask, alibi_slopes, sinks, None)
-    out, lse, _ = ops.attention_forward.default(*tensors, left, right, lower_right, scale, softcap, 0.0, tf32)
-    return out, lse
+    tensors, (*sparsity, return_lse) = (query, key, value, mask, alibi_slopes, sinks, None), sparsity_and_return_lse
+    options = (left, right, lower_right, scale, softcap, 0.0, tf32, None, *sparsity)
+    out, lse, _ = ops.attention_forward.default(*tensors, *options)
+    return out, lse if return_lse else lse.new_empty(0)
 
 
 @composite(ops.attention_training_backward)

@@ -10,22 +10,28 @@ Lists lie on the device; no function reads them on the host, except `BlockList.f
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from ._autograd import without_derivative
+from . import _policy
+from ._autograd import is_differentiated, without_derivative
 from ._block_arguments import blocks_in, check_block_size, listed_blocks
 from ._checks import check_flag, check_int, check_tensor
-from ._ops import InvalidArgument, direct_call, ops
+from ._ops import InvalidArgument, direct_call, implement, ops
 
 __all__ = ["BlockList", "block_scores"]
 
 _DEFAULT_SIZE = (128, 128)
-_block_topk = direct_call(ops.block_topk)
+_block_topk, _block_means, _block_maxima = map(direct_call, (ops.block_topk, ops.block_means, ops.block_maxima))
 without_derivative(ops.block_topk, "which blocks are chosen has none")
-_CHUNK_SCORES = 1 << 24  # scores of all heads that block_scores computes at a time, at least one block of queries
+for _operator in (ops.block_means, ops.block_maxima):
+    without_derivative(_operator, "block_scores differentiates operations of torch")
+_CHUNK_SCORES = 1 << 24  # scores of all heads that exist at a time where no kernel of ours makes them, or of a block of queries
 
 
 class BlockList(NamedTuple):
@@ -166,7 +172,8 @@ def block_scores(
         scale: 1 / sqrt(E) if None.
 
     Returns:
-        float32 `[..., Hq, nq, nk]`. With "max", no more than 2^24 scores exist at a time, or those of one block of queries.
+        float32 `[..., Hq, nq, nk]`. With "max" no score is written on CUDA, unless a derivative is asked for or the tensors are
+        float64: no more than 2^24 then exist at a time, or those of one block of queries, and so it is on the CPU.
 
     Raises:
         InvalidArgument: a tensor or option is not as above.
@@ -191,14 +198,24 @@ def block_scores(
     if scale is None:
         scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
     if reduce == "max":
-        return _largest_scores(query, key, size, causal, scale)
-    means = [_means(rows, length) for rows, length in zip((query, key), size, strict=True)]
-    scores = (means[0] * scale) @ _per_query_head(means[1], query).transpose(-1, -2)
+        return _by_kernel(_block_maxima, _largest_scores, query, key, *size, causal, float(scale))
+    means = _by_kernel(_block_means, _means, query, key, *size)
+    scores = _scaled_products(*means, float(scale))
     if not causal:
         return scores
     last = _ends(query.shape[-2], size[0], query.device) - 1
     first = torch.arange(scores.shape[-1], device=query.device) * size[1]
     return scores.masked_fill(first > last.unsqueeze(-1), -torch.inf)
+
+
+def _scaled_products(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """scale query key^T; the query heads of a key head are rows of one product."""
+    *batch, heads, rows, width = query.shape
+    groups = math.prod(batch) * key.shape[-3]
+    left = query.reshape(groups, heads // key.shape[-3] * rows, width)
+    right = key.reshape(groups, key.shape[-2], width).transpose(-1, -2)
+    products = torch.baddbmm(left.new_empty(()), left, right, beta=0, alpha=scale)
+    return products.view(*batch, heads, rows, key.shape[-2])
 
 
 def _per_query_head(key: Tensor, query: Tensor) -> Tensor:
@@ -210,8 +227,25 @@ def _ends(length: int, size: int, device: torch.device) -> Tensor:
     return ((torch.arange(blocks_in(length, size), device=device) + 1) * size).clamp(max=length)
 
 
-def _means(rows: Tensor, size: int) -> Tensor:
-    """float32 `[..., blocks, E]`: the mean row of each block."""
+def _by_kernel(operator: Callable, by_torch: Callable, query: Tensor, key: Tensor, *options):
+    """The operator's results for query and key with their own leading dimensions; those of torch's operations where a
+    derivative is asked for, or no kernel takes the tensors."""
+    refused = query.is_cuda and query.dtype == torch.float64 or _policy.is_dtensor(query)
+    if refused or is_differentiated(query) or is_differentiated(key) or _policy.refusal("attention", query, key) is not None:
+        return by_torch(query, key, *options)
+    batch = query.shape[:-3]
+    if len(batch) == 1:
+        return operator(query, key, *options)
+    results = operator(*(rows.reshape(batch.numel(), *rows.shape[-3:]) for rows in (query, key)), *options)
+    return tree_map(lambda result: result.unflatten(0, batch) if batch else result.squeeze(0), results)
+
+
+def _means(query: Tensor, key: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """The means of blocks of queries and of keys, float32 `[..., blocks, E]`."""
+    return _means_of(query, rows), _means_of(key, columns)
+
+
+def _means_of(rows: Tensor, size: int) -> Tensor:
     whole = rows.shape[-2] // size
     rest = rows.shape[-2] - whole * size
     means = rows.narrow(-2, 0, whole * size).unflatten(-2, (whole, size)).mean(-2, dtype=torch.float32)  # reads rows once
@@ -220,33 +254,28 @@ def _means(rows: Tensor, size: int) -> Tensor:
     return torch.cat([means, rows.narrow(-2, whole * size, rest).mean(-2, keepdim=True, dtype=torch.float32)], -2)
 
 
-def _products(query: Tensor, key: Tensor) -> Tensor:
-    """float32 query key^T. On CUDA tensor cores compute those of 16-bit tensors, unless a derivative is needed."""
-    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not needs_grad:
-        heads = query.shape[:-2]
-        products = torch.bmm(query.flatten(0, -3), key.flatten(0, -3).transpose(-1, -2), out_dtype=torch.float32)
-        return products.unflatten(0, heads)
-    return query.float() @ key.float().transpose(-1, -2)
-
-
-def _largest_scores(query: Tensor, key: Tensor, size: tuple[int, int], causal: bool, scale: float) -> Tensor:
+def _largest_scores(query: Tensor, key: Tensor, rows: int, columns: int, causal: bool, scale: float) -> Tensor:
+    """The largest score of each block, from pieces of the scores."""
     length, keys = query.shape[-2], key.shape[-2]
-    query_blocks, key_blocks = blocks_in(length, size[0]), blocks_in(keys, size[1])
-    key = torch.nn.functional.pad(_per_query_head(key, query), (0, 0, 0, key_blocks * size[1] - keys))
-    columns = torch.arange(key.shape[-2], device=query.device)
+    query_blocks, key_blocks = blocks_in(length, rows), blocks_in(keys, columns)
+    key = torch.nn.functional.pad(_per_query_head(key, query).float(), (0, 0, 0, key_blocks * columns - keys))
+    numbers = torch.arange(key.shape[-2], device=query.device)
     heads = query.shape[:-2].numel()
-    at_once = max(1, _CHUNK_SCORES // max(1, heads * key.shape[-2] * size[0]))
+    at_once = max(1, _CHUNK_SCORES // max(1, heads * key.shape[-2] * rows))
     results = []
     for block in range(0, query_blocks, at_once):
-        begin, end = block * size[0], min((block + at_once) * size[0], length)
-        scores = _products(query[..., begin:end, :], key).mul_(scale)
+        begin, end = block * rows, min((block + at_once) * rows, length)
+        scores = (query[..., begin:end, :].float() @ key.transpose(-1, -2)).mul_(scale)
         if causal:
-            scores.masked_fill_(columns > torch.arange(begin, end, device=query.device).unsqueeze(-1), -torch.inf)
+            scores.masked_fill_(numbers > torch.arange(begin, end, device=query.device).unsqueeze(-1), -torch.inf)
         scores[..., keys:] = -torch.inf
-        scores = scores.unflatten(-1, (key_blocks, size[1])).amax(-1)
-        count = blocks_in(end - begin, size[0])
-        padded = torch.nn.functional.pad(scores, (0, 0, 0, count * size[0] - (end - begin)), value=-torch.inf)
-        results.append(padded.unflatten(-2, (count, size[0])).amax(-2))
+        scores = scores.unflatten(-1, (key_blocks, columns)).amax(-1)
+        count = blocks_in(end - begin, rows)
+        padded = torch.nn.functional.pad(scores, (0, 0, 0, count * rows - (end - begin)), value=-torch.inf)
+        results.append(padded.unflatten(-2, (count, rows)).amax(-2))
     empty = query.new_empty((*query.shape[:-2], 0, key_blocks), dtype=torch.float32)
     return torch.cat(results, -2) if results else empty
+
+
+implement("block_means", _means, "CPU")
+implement("block_maxima", _largest_scores, "CPU")

@@ -37,11 +37,12 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   define(
       m,
       "attention_inference(Tensor query, Tensor key, Tensor value, bool causal, float? scale, bool tf32=False) -> Tensor out");
-  // attention_forward without gradients and dropout.
+  // attention_forward without gradients and dropout. lse has no elements unless it is wanted.
   define(m,
          "attention_inference_with_options(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? alibi_slopes, "
          "Tensor? sinks, SymInt window_left, SymInt window_right, bool lower_right, float? scale, float softcap, "
-         "bool tf32=False) -> (Tensor out, Tensor lse)");
+         "bool tf32=False, Tensor? query_spans=None, Tensor? key_spans=None, Tensor? tiles=None, bool return_lse=True) -> "
+         "(Tensor out, Tensor lse)");
   // A call without options that has a backward pass. stats: lse, then lse_low, [2 batch, ..., heads, queries].
   define(
       m,
@@ -100,6 +101,13 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   // to `tiles` of attention_forward, [..., tiles of queries, blocks of keys]. A block has `rows` queries and `columns` keys,
   // multiples of 64.
   define(m, "block_tiles(Tensor counts, Tensor indices, int rows, int columns, SymInt queries, SymInt keys) -> Tensor");
+  // The mean query of each block of `rows` queries, 64 or 128, and the mean key of each block of `columns` keys, float32
+  // [batch, heads, blocks, head_dim]. Query and key [batch, heads, length, head_dim]. The kernel for the CPU is in Python
+  // (blocks.py).
+  define(m, "block_means(Tensor query, Tensor key, int rows, int columns) -> (Tensor, Tensor)");
+  // The largest score of each block of queries and block of keys, likewise, float32 [batch, heads, blocks of queries, blocks of
+  // keys]; -inf where nothing is seen.
+  define(m, "block_maxima(Tensor query, Tensor key, int rows, int columns, bool causal, float scale) -> Tensor");
   // The k blocks of keys with the largest scores (float32 [..., blocks of queries, blocks of keys]) as a list: counts and
   // ascending indices, int32 [...] and [..., k]. NaN and -inf are left out. causal: so are blocks of keys after the one with
   // the block's last query, which is always among them; a block has `rows` queries and `columns` keys.

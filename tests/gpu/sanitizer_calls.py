@@ -123,6 +123,14 @@ def chosen_blocks():
     return [scores, blocks.indices.float()]
 
 
+def largest_scores(lengths=(152, 210), heads=(4, 2), head_dim=64, dtype=torch.bfloat16, **options):
+    def call():
+        query, key = (randn(2, h, n, head_dim, dtype=dtype, grad=False) for h, n in zip(heads, lengths, strict=True))
+        return [flash_online.block_scores(query, key, size, reduce="max", **options) for size in ((64, 128), (128, 64))]
+
+    return call
+
+
 def weight_sums(lengths=(152, 210), heads=(2, 2), head_dim=64, dtype=torch.bfloat16, **options):
     """The sums of weights per key, from the lse of a call with the same options; `last` is no option of attention."""
 
@@ -174,6 +182,10 @@ ATTENTION = {
     "sums of weights, last": weight_sums(window=(100, 9), alignment="lower_right", last=37),
     "sums of weights, softcap": weight_sums(softcap=4.0, head_dim=36, last=37),
     "sums of weights, float32": weight_sums(dtype=torch.float32, head_dim=36),
+    **{f"largest scores, head dim {e}": largest_scores(head_dim=e) for e in (64, 128, 192, 256, 320)},
+    "largest scores, causal": largest_scores(causal=True, lengths=(300, 210)),
+    "largest scores, general": largest_scores(scale=-0.3, head_dim=36),
+    "largest scores, float32": largest_scores(dtype=torch.float32, head_dim=36),
     "spans": attention(tensors={"query_spans": query_spans, "key_spans": key_spans}),
     "spans, float32": attention(tensors={"query_spans": query_spans}, dtype=torch.float32, head_dims=(36, 36)),
     **{f"spans, head dim {e}": attention(tensors={"key_spans": key_spans}, head_dims=(e, e)) for e in (128, 192, 256)},

@@ -12,7 +12,7 @@ from gradients import run
 from oracle import Attention
 
 import flash_online
-from flash_online import BlockList
+from flash_online import BlockList, reference
 from flash_online.testing import assert_close_to_float64
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ours_alone")]
@@ -162,6 +162,71 @@ def test_block_scores(reduce, dtype):
         found = flash_online.block_scores(query, key, (64, 128), causal=causal, reduce=reduce)
         exact = flash_online.block_scores(query.cpu(), key.cpu(), (64, 128), causal=causal, reduce=reduce)
         torch.testing.assert_close(found.cpu(), exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 36, 64, 128, 192, 256, 320])
+def test_largest_scores(head_dim, dtype, causal):
+    """Odd lengths and widths, groups of heads, rows that lie apart, scales of either sign, more tiles than SMs."""
+    g = torch.Generator("cuda").manual_seed(head_dim)
+    for lengths, heads, scale in [
+        ((300, 450), (4, 2), None), ((64, 1), (2, 2), 3.0), ((1, 700), (3, 1), -0.2), ((1100, 1030), (4, 4), None),
+        ((130, 200), (2, 1), 0.0),
+    ]:  # fmt: skip
+        query, key = (
+            torch.randn(2, n, h, head_dim + 8, generator=g, device="cuda").to(dtype)[..., :head_dim].transpose(1, 2)
+            for h, n in zip(heads, lengths, strict=True)
+        )
+        for size in SIZES:
+            options = {"size": size, "causal": causal, "reduce": "max", "scale": scale}
+            found = flash_online.block_scores(query, key, **options)
+            exact = reference.block_scores(query.double(), key.double(), **options)
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-5)
+            assert torch.equal(found, flash_online.block_scores(query, key, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_largest_scores_of_infinities_and_nan(dtype):
+    """They stay in their blocks, and what a causal mask hides counts for nothing."""
+    query, key, _ = draw(400, (2, 2), 64, dtype)
+    query, key = query.detach(), key.detach()
+    key[0, 0, 10] = torch.nan
+    key[0, 1, 130, :] = torch.inf
+    key[0, 0, 399] = torch.nan
+    query[0, 1, 70] = -torch.inf
+    for causal in (False, True):
+        found = flash_online.block_scores(query, key, (64, 64), reduce="max", causal=causal)
+        exact = reference.block_scores(query.double(), key.double(), (64, 64), reduce="max", causal=causal)
+        torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-5, equal_nan=True)
+
+
+def test_largest_scores_take_no_memory():
+    query, key, _ = draw(8192, (4, 2), 128, torch.bfloat16)
+    query, key = query.detach(), key.detach()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    scores = flash_online.block_scores(query, key, (128, 128), reduce="max", causal=True)
+    assert torch.cuda.max_memory_allocated() - before < 2 * scores.nbytes + (1 << 20)
+
+
+def test_largest_scores_under_transforms():
+    query, key, _ = draw(200, (2, 2), 64, torch.bfloat16)
+    query, key = query.detach(), key.detach()
+
+    def call(q, k):
+        return flash_online.block_scores(q, k, (64, 128), reduce="max")
+
+    expected = call(query, key)
+    assert torch.equal(torch.vmap(call)(query, key), expected)
+    assert torch.equal(torch.vmap(call, in_dims=(0, None))(query, key[0])[0], expected[0])
+    assert torch.equal(torch.compile(call, fullgraph=True)(query, key), expected)
+    wide = query.double().requires_grad_()
+    slope = torch.autograd.grad(call(wide, key.double()).sum(), wide)[0]
+    by_cpu = query.double().cpu().requires_grad_()
+    torch.testing.assert_close(slope.cpu(), torch.autograd.grad(call(by_cpu, key.double().cpu()).sum(), by_cpu)[0])
 
 
 def test_graphs_and_new_lists():

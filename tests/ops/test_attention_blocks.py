@@ -175,7 +175,7 @@ def test_exported(device):
 def test_explained(device):
     *tensors, blocks, _ = draw(torch.float32, (70, 140))
     plan = flash_online.explain(flash_online.attention, *tensors, blocks=blocks)
-    assert plan.ours and plan.operators == ("block_tiles", "attention_forward")
+    assert plan.ours and plan.operators == ("block_tiles", "attention_inference_with_options")
 
 
 def bad(counts=(1, 4, 2), indices=(1, 4, 2, 3), size=(64, 64), dtype=torch.int32, device="cpu"):

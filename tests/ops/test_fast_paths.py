@@ -343,7 +343,7 @@ def test_attention_with_spans_raises_an_error_of_the_operator_once(monkeypatch):
         calls.append(args)
         raise RuntimeError("a launch failed")
 
-    monkeypatch.setattr(attention_module, "_run_forward", fail)
+    monkeypatch.setattr(attention_module, "_run_inference_with_options", fail)
     with pytest.raises(RuntimeError, match="a launch failed"):
         flash_online.attention(Q, Q, Q, query_spans=torch.zeros(1, 1, 3, 2, dtype=torch.int32))
     assert len(calls) == 1

@@ -224,6 +224,8 @@ def calls(dtype, layout):
     yield RAW.attention_dropout_mask, (torch.tensor([1, 2]), 1, 2, 3, 1, 4, 5, 0.5)
     counts, indices = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([[[0, 2, 9], [1, 1, 1]]], dtype=torch.int32)
     yield RAW.block_tiles, (counts, indices, 128, 64, 200, 190)
+    yield RAW.block_means, (query, key, 64, 128)
+    yield RAW.block_maxima, (query, key, 64, 128, True, 0.5)
     yield RAW.block_topk, (torch.randn(2, 3, 4), 2, True, 64, 128)
     yield RAW.attention_merge, (outs, lses)
     yield RAW.attention_merge_backward, (torch.randn_like(outs[0]), torch.randn_like(lses[0]), outs, lses)

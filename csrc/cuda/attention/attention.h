@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../core/integer.h"
 #include "../../core/problem.h"
 
 struct CUstream_st;  // what a cudaStream_t points to
@@ -35,6 +36,31 @@ struct BackwardPass {
 struct WeightSumsPass {
   AttentionProblem problem;
   float* sums = nullptr;
+};
+
+// The largest score of each block of `rows` queries and `columns` keys, 64 or 128 each: of problem, query, key, visible and
+// scale count. maxima: [batch, heads, blocks of queries, blocks of keys], contiguous; the pass raises what stands there.
+struct BlockMaximaPass {
+  AttentionProblem problem;
+  int rows = 64, columns = 64;
+  float* maxima = nullptr;
+
+  FLASH_ONLINE_HD float* maximum(int64_t batch, int64_t head, int64_t query, int64_t key) const {
+    const int64_t row = (batch * problem.heads + head) * ceil_div(problem.queries, int64_t{rows}) + query / rows;
+    return maxima + row * ceil_div(problem.keys, int64_t{columns}) + key / columns;
+  }
+};
+
+// The mean of each block of a tensor's rows, `size` rows each; the last one may have fewer.
+struct BlockMeans {
+  ConstView4 rows;  // [batch, heads, count, width]
+  int64_t heads = 0, count = 0, size = 1;
+  float* means = nullptr;  // [batch, heads, blocks, width], contiguous
+};
+struct BlockMeansProblem {
+  DType dtype = DType::kBFloat16;
+  int64_t batch = 0, width = 0;
+  BlockMeans of[2];  // of queries and of keys
 };
 
 // Attention by products in e4m3.
@@ -70,7 +96,8 @@ Plan<WeightSumsPass> plan_weight_sums(const AttentionProblem& problem, float* su
 void weight_sums_mask(DType dtype, const void* lse, int64_t count, void* mask, CUstream_st* stream);
 void weight_sums_of_lse(DType dtype, const void* lse, const void* low, int64_t count, float* sums, CUstream_st* stream);
 
-// Throws std::runtime_error with the reason where no kernel takes the problem.
+// Throws std::runtime_error with the reason where no kernel takes the problem, as the next one does.
+Plan<BlockMaximaPass> plan_block_maxima(const BlockMaximaPass& pass);
 Plan<Float8Pass> plan_float8(const Float8Problem& problem);
 
 // The number of passes that this process has planned.
@@ -95,8 +122,9 @@ void cache_append(const AppendProblem& problem, CUstream_st* stream);
 // Writes which weights dropout keeps.
 void attention_dropout_mask(const DropoutProblem& problem, CUstream_st* stream);
 
-// Writes the tiles that lists of blocks name; and lists of the blocks with the largest scores.
+// Writes the tiles that lists of blocks name; means of blocks, not of float64; and lists of the blocks with the largest scores.
 void fill_block_tiles(const BlockListProblem& problem, CUstream_st* stream);
+void block_means(const BlockMeansProblem& problem, CUstream_st* stream);
 void block_topk(const BlockTopkProblem& problem, CUstream_st* stream);
 
 // Merges partial results. problem.partial is the host's; `workspace` has attention_merge_workspace bytes, 0 for up to 32

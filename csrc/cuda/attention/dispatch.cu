@@ -97,6 +97,9 @@ constexpr Family<BackwardPass> kBackward[] = {
 
 constexpr Family<WeightSumsPass> kWeightSums[] = {
     family<WeightSumsPass, AttentionWeightSumsSm90, HeadDimsWeightSumsSm90>("sm90")};
+constexpr Family<BlockMaximaPass> kBlockMaxima[] = {
+    family<BlockMaximaPass, AttentionBlockMaximaSm90, HeadDimsBlockMaximaSm90>("sm90"),
+    family<BlockMaximaPass, AttentionBlockMaximaSm80, std::integer_sequence<int, kAnyHeadDim>>("sm80")};
 constexpr Family<Float8Pass> kFloat8[] = {family<Float8Pass, AttentionFloat8Sm90, HeadDimsFloat8Sm90>("sm90")};
 
 // The reason why a family does not take a pass; null: it does. FLASH_ONLINE_KERNEL, read once per process, forces a family if
@@ -281,6 +284,8 @@ Plan<WeightSumsPass> plan_weight_sums(const AttentionProblem& problem, float* su
   const Instance<WeightSumsPass>* const instance = choose(kWeightSums, pass, current_gpu());
   return instance ? plan(*instance, pass) : Plan<WeightSumsPass>{};
 }
+
+Plan<BlockMaximaPass> plan_block_maxima(const BlockMaximaPass& pass) { return plan(kBlockMaxima, pass); }
 
 int64_t plans_made() { return plan_count.load(std::memory_order_relaxed); }
 

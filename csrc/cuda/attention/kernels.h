@@ -6,6 +6,8 @@
 // ForwardPass and BackwardPass of attention.h: a new parameter of the kernels is a new member there.
 #pragma once
 
+#include <climits>
+
 #include "../../core/problem.h"
 #include "attention.h"
 
@@ -13,6 +15,7 @@ namespace flash_online::cuda {
 
 // Float64 has one instance for all head dims up to this one.
 constexpr int kFloat64HeadDim = 512;
+constexpr int kAnyHeadDim = INT_MAX;
 
 struct BackwardSm90Call;
 struct BackwardWorkspace;
@@ -54,6 +57,22 @@ struct AttentionWeightSumsSm90 {
   static const char* refusal(const WeightSumsPass& pass, const Gpu& gpu);
   static int64_t workspace_bytes(const WeightSumsPass& pass);
   static void run(const WeightSumsPass& pass, void* workspace, CUstream_st* stream);
+};
+
+// sm90/block_maxima.cuh.
+template <int kHeadDim>
+struct AttentionBlockMaximaSm90 {
+  static const char* refusal(const BlockMaximaPass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const BlockMaximaPass& pass);
+  static void run(const BlockMaximaPass& pass, void* workspace, CUstream_st* stream);
+};
+
+// sm80/block_maxima.cu: for compute capability 8.0 and above; one instance for all head dims.
+template <int kHeadDim>
+struct AttentionBlockMaximaSm80 {
+  static const char* refusal(const BlockMaximaPass& pass, const Gpu& gpu);
+  static int64_t workspace_bytes(const BlockMaximaPass& pass);
+  static void run(const BlockMaximaPass& pass, void* workspace, CUstream_st* stream);
 };
 
 // sm90/float8: e4m3 products, for compute capability 9.0.

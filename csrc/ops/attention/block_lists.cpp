@@ -1,6 +1,8 @@
-// block_tiles: from lists of blocks to the tiles that attention_forward takes. block_topk: the lists of the largest scores.
+// block_tiles: from lists of blocks to the tiles that attention_forward takes. block_means: the mean row of each block.
+// block_maxima: the largest score of each block. block_topk: the lists of the largest scores.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -8,7 +10,7 @@
 #include "../../cuda/attention/attention.h"
 #include "../cuda_call.h"
 #include "../operators.h"
-#include "../tensor.h"
+#include "pass.h"
 
 namespace flash_online::ops {
 namespace {
@@ -117,6 +119,55 @@ std::tuple<Tensor, Tensor> block_topk(const Tensor& scores, int64_t k, bool caus
   return {counts, indices};
 }
 
+void check_block(int64_t size, const char* name) { check(size == 64 || size == 128, name, ": expected 64 or 128, got ", size); }
+void check_scored(const Tensor& query, const Tensor& key, int64_t rows, int64_t columns) {
+  check_device(key, "key", query, "query");
+  check_query_and_key(query, key);
+  check_block(rows, "rows");
+  check_block(columns, "columns");
+  check(query.scalar_type() != ScalarType::Double, "query: expected float16, bfloat16 or float32, got ", NameOfDtype{query});
+}
+
+std::tuple<Tensor, Tensor> block_means(const Tensor& query, const Tensor& key, int64_t rows, int64_t columns) {
+  check_scored(query, key, rows, columns);
+  cuda::BlockMeansProblem problem;
+  problem.dtype = dtype_of(query);
+  problem.batch = query.size(0), problem.width = query.size(3);
+  const auto means_of = [&](const Tensor& tensor, int64_t size, cuda::BlockMeans& of) {
+    set_view(tensor, of.rows);
+    of.heads = tensor.size(1), of.count = tensor.size(2), of.size = size;
+    Tensor means = empty({problem.batch, of.heads, ceil_div(of.count, size), problem.width}, ScalarType::Float, query);
+    of.means = means.mutable_data_ptr<float>();
+    return means;
+  };
+  const Tensor of_query = means_of(query, rows, problem.of[0]), of_key = means_of(key, columns, problem.of[1]);
+  if (problem.width > 0) cuda::block_means(problem, CudaCall(query).stream());
+  return {of_query, of_key};
+}
+
+Tensor block_maxima(const Tensor& query, const Tensor& key, int64_t rows, int64_t columns, bool causal, double scale) {
+  check_scored(query, key, rows, columns);
+  cuda::BlockMaximaPass pass;
+  pass.rows = static_cast<int>(rows), pass.columns = static_cast<int>(columns);
+  AttentionProblem& problem = pass.problem;
+  problem.dtype = dtype_of(query);
+  problem.batch = query.size(0), problem.heads = query.size(1), problem.key_heads = problem.value_heads = key.size(1);
+  problem.queries = query.size(2), problem.keys = key.size(2), problem.head_dim = query.size(3);
+  set_view(query, problem.query);
+  set_view(key, problem.key);
+  if (causal) problem.visible.right = 0;
+  problem.scale = scale;
+  Tensor maxima = empty({problem.batch, problem.heads, ceil_div(problem.queries, rows), ceil_div(problem.keys, columns)},
+                        ScalarType::Float, query);
+  if (maxima.numel() == 0) return maxima;
+  torch::stable::fill_(maxima, -std::numeric_limits<double>::infinity());
+  pass.maxima = maxima.mutable_data_ptr<float>();
+  CudaCall on_cuda(query);
+  const auto plan = cuda::plan_block_maxima(pass);
+  plan.run(on_cuda.workspace(plan.workspace_bytes), on_cuda.stream());
+  return maxima;
+}
+
 template <class Device, class Library>
 void add_block_lists(Library& m) {
   implement(m, "block_tiles", TORCH_BOX(&block_tiles<Device>));
@@ -129,5 +180,10 @@ void add_block_lists(Library& m) {
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CPU, m) { flash_online::ops::add_block_lists<flash_online::ops::BlockListsOnCpu>(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_online, CUDA, m) {
-  if constexpr (flash_online::ops::kBuiltWithCuda) flash_online::ops::add_block_lists<flash_online::ops::BlockListsOnCuda>(m);
+  using namespace flash_online::ops;
+  if constexpr (kBuiltWithCuda) {
+    add_block_lists<BlockListsOnCuda>(m);
+    implement(m, "block_means", TORCH_BOX(&block_means));
+    implement(m, "block_maxima", TORCH_BOX(&block_maxima));
+  }
 }

@@ -66,14 +66,14 @@ Tensor attention_inference(const Tensor& query, const Tensor& key, const Tensor&
 }
 
 template <class Device>
-std::tuple<Tensor, Tensor> attention_inference_with_options(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                            const std::optional<Tensor>& mask,
-                                                            const std::optional<Tensor>& alibi_slopes,
-                                                            const std::optional<Tensor>& sinks, int64_t window_left,
-                                                            int64_t window_right, bool lower_right, std::optional<double> scale,
-                                                            double softcap, bool tf32) {
+std::tuple<Tensor, Tensor> attention_inference_with_options(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks, int64_t window_left, int64_t window_right,
+    bool lower_right, std::optional<double> scale, double softcap, bool tf32, const std::optional<Tensor>& query_spans,
+    const std::optional<Tensor>& key_spans, const std::optional<Tensor>& tiles, bool return_lse) {
   const std::optional<Tensor> rng;
-  const AttentionInputs in{query, key, value, mask, alibi_slopes, sinks, rng};
+  const AttentionInputs in{
+      query, key, value, mask, alibi_slopes, sinks, rng, pointer_to(query_spans), pointer_to(key_spans), pointer_to(tiles)};
   const DenseCall call(in, {.window_left = window_left,
                             .window_right = window_right,
                             .lower_right = lower_right,
@@ -81,8 +81,8 @@ std::tuple<Tensor, Tensor> attention_inference_with_options(const Tensor& query,
                             .softcap = softcap,
                             .tf32 = tf32});
   Tensor out = empty_out<Device>(call);
-  Tensor lse = empty(call.lse_sizes(), accumulator_of(query.scalar_type()), query);
-  Device::run_forward(call, {.out = out, .lse = &lse});
+  Tensor lse = empty(return_lse ? call.lse_sizes() : std::vector<int64_t>{0}, accumulator_of(query.scalar_type()), query);
+  Device::run_forward(call, {.out = out, .lse = return_lse ? &lse : nullptr});
   return {out, lse};
 }
 
