@@ -601,6 +601,17 @@ def _float8_attention_vmap(info, in_dims, *args):
 _register("float8_attention", _float8_attention_fake, _float8_attention_vmap, _attention_forward_flops)
 
 
+def _attention_dropout_mask_fake(rng, batch_begin, batch, heads, query_begin, queries, keys, dropout_p):
+    return rng.new_empty([batch, heads, queries, keys], dtype=torch.bool)
+
+
+def _attention_dropout_mask_vmap(info, in_dims, rng, *options):
+    return _one_by_one(ops.attention_dropout_mask.default, info, in_dims, (rng, *options))
+
+
+_register("attention_dropout_mask", _attention_dropout_mask_fake, _attention_dropout_mask_vmap, _no_flops)
+
+
 def _block_tiles_fake(counts, indices, rows, columns, queries, keys):
     return counts.new_empty([*counts.shape[:-1], (queries + 63) // 64, (keys + columns - 1) // columns], dtype=torch.bool)
 
@@ -662,17 +673,6 @@ def _block_topk_vmap(info, in_dims, scores, *options):
 
 
 _register("block_topk", _block_topk_fake, _block_topk_vmap, _no_flops)
-
-
-def _attention_dropout_mask_fake(rng, batch_begin, batch, heads, query_begin, queries, keys, dropout_p):
-    return rng.new_empty([batch, heads, queries, keys], dtype=torch.bool)
-
-
-def _attention_dropout_mask_vmap(info, in_dims, rng, *options):
-    return _one_by_one(ops.attention_dropout_mask.default, info, in_dims, (rng, *options))
-
-
-_register("attention_dropout_mask", _attention_dropout_mask_fake, _attention_dropout_mask_vmap, _no_flops)
 
 
 def _attention_merge_fake(outs, lses):

@@ -97,6 +97,13 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
          "Tensor? value_scale, bool smooth_keys, SymInt window_left, SymInt window_right, SymInt offset, Tensor? query_spans, "
          "Tensor? key_spans, float softcap, Tensor? sinks, float? scale, ScalarType out_dtype, bool return_lse) -> "
          "(Tensor out, Tensor lse)");
+  // The weights that dropout keeps: bool [batch, heads, queries, keys], from batch_begin and query_begin on.
+  define(m,
+         "attention_dropout_mask(Tensor rng, SymInt batch_begin, SymInt batch, SymInt heads, SymInt query_begin, "
+         "SymInt queries, SymInt keys, float dropout_p) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
   // From lists of blocks, counts [..., blocks of queries] and indices [..., blocks of queries, capacity] (int32, any values),
   // to `tiles` of attention_forward, [..., tiles of queries, blocks of keys]. A block has `rows` queries and `columns` keys,
   // multiples of 64.
@@ -112,10 +119,6 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
   // ascending indices, int32 [...] and [..., k]. NaN and -inf are left out. causal: so are blocks of keys after the one with
   // the block's last query, which is always among them; a block has `rows` queries and `columns` keys.
   define(m, "block_topk(Tensor scores, SymInt k, bool causal, int rows, int columns) -> (Tensor counts, Tensor indices)");
-  // The weights that dropout keeps: bool [batch, heads, queries, keys], from batch_begin and query_begin on.
-  define(m,
-         "attention_dropout_mask(Tensor rng, SymInt batch_begin, SymInt batch, SymInt heads, SymInt query_begin, "
-         "SymInt queries, SymInt keys, float dropout_p) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_online, m) {
