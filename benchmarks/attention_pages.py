@@ -170,6 +170,8 @@ def _attention_heading(record: dict) -> list[str]:
     if matmul:
         took = f"{record['took_seconds']} s, at least {record['seconds']:g} s and {record['rounds']} rounds per cell"
         lines += [f"{took}; matmul {number(min(matmul))} to {number(max(matmul))} TFLOP/s.", ""]
+    if record.get("fa4"):
+        lines += [f"FA4 is flash-attn-4 {record['fa4']}.", ""]
     if record["wrong"]:
         lines += [f"{record['wrong']} cells of ours were wrong and are not here.", ""]
     return lines

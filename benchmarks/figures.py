@@ -9,13 +9,13 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from .attention.summary import CUDNN, FA3
+from .attention.summary import CUDNN, FA3, FA4
 from .decode.summary import DRAWN, FA3_FULL, FLASHINFER
 from .paper.summary import CLAIMS, FASTER, SOFTMAX, TOP_FASTER, measured, speed_up
 from .summary import DIRECTIONS, FLASH, OURS
 
-ATTENTION_COLORS = {OURS: "#3465a4", FA3: "#e08214", CUDNN: "#3a8a4d", FLASH: "#8a8f98"}
-IN_WORDS = {FA3: "FlashAttention-3", CUDNN: "cuDNN, through torch", FLASH: "torch, flash backend"}
+ATTENTION_COLORS = {OURS: "#3465a4", FA3: "#e08214", FA4: "#b5342b", CUDNN: "#3a8a4d", FLASH: "#8a8f98"}
+IN_WORDS = {FA3: "FlashAttention-3", FA4: "FlashAttention-4", CUDNN: "cuDNN, through torch", FLASH: "torch, flash backend"}
 DECODE_COLORS = ATTENTION_COLORS | {FA3_FULL: "#fdb863", FLASHINFER: "#7b4a9e"}
 PAPER_COLORS = {"naive": "#8a8f98", "online": "#e08214", "safe, fused": "#3a8a4d", "online, fused": "#e08214", OURS: "#3465a4"}
 BY_K = ("#7f3b08", "#e08214", "#fdb863", "#8a8f98")
@@ -72,19 +72,22 @@ def speed(record: dict):
 
     rates = {"forward": lambda entry: entry.get("forward_tflop_per_s"), "forward and backward": step_tflop_per_s}
     figure, panels = plt.subplots(1, 2, figsize=(9.2, 3.7), layout="constrained", sharey=True)
+    drawn = [name for name in ATTENTION_COLORS if any(name in r["providers"] for r in members)]
+    width = 0.8 / len(drawn)
     for (title, rate), axes in zip(rates.items(), panels, strict=True):
-        for slot, (name, color) in enumerate(ATTENTION_COLORS.items()):
+        for slot, name in enumerate(drawn):
             found = [(place, rate(r["providers"].get(name, {}))) for place, r in enumerate(members)]
-            bars = [(place + 0.2 * (slot - 1.5), height) for place, height in found if height]
+            bars = [(place + width * (slot - (len(drawn) - 1) / 2), height) for place, height in found if height]
             if bars:
-                axes.bar(*zip(*bars, strict=True), width=0.2, color=color, label=IN_WORDS.get(name, name))
+                color = ATTENTION_COLORS[name]
+                axes.bar(*zip(*bars, strict=True), width=width, color=color, label=IN_WORDS.get(name, name))
         axes.set_xticks(range(len(members)), [f"{r['sizes']['L']}" for r in members])
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("length")
     panels[0].set_ylabel("TFLOP/s")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ATTENTION_COLORS), fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(drawn), fontsize=9)
     dtype = members[0]["dtype"]
     figure.suptitle(f"Causal attention, {dtype}, head dim {head_dim}, {record['device']}, torch {record['torch']}", fontsize=11)
     return figure

@@ -201,7 +201,9 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     command = add("odd", run_odd, "row functions on a GPU, of rows of any width, against torch, torch.compile, Liger and quack")
     add_measuring(command, 0.1)
     add_choice(command, sorted({case.family for case in ODD}), [name for name in peers if name != OURS])
-    command = add("attention", run_attention, "attention on a GPU, cell by cell, against FA3, cuDNN, torch and FlexAttention")
+    command = add(
+        "attention", run_attention, "attention on a GPU, cell by cell, against FA3, FA4, cuDNN, torch and FlexAttention"
+    )
     add_measuring(command, 0.3)
     groups = dict.fromkeys(cell.family for cell in attention_cases.GENERAL)
     named = attention_cases.CELLS | attention_cases.SPARSE | attention_cases.IN_FLOAT8 | groups

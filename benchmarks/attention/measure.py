@@ -32,8 +32,8 @@ from ..summary import DIRECTIONS, FLASH, MATH, OURS
 from ..timing import EventTimer, GraphTimer, HostTimer, interleave, matmul
 from . import float8
 from .cases import CELLS, GENERAL, GENERAL_QUICK, IN_FLOAT8, QUICK, SPARSE, Cell, Problem
-from .peers import KERNEL_PEERS, Call, providers, reason
-from .summary import CUDNN, EFFICIENT, FLOAT8, summarize, targets
+from .peers import KERNEL_PEERS, Call, fa4_version, providers, reason
+from .summary import CUDNN, EFFICIENT, FA4, FLOAT8, summarize, targets
 
 CHUNK = 1 << 25  # scores that the reference computes at a time
 # The product is in bfloat16 for every cell dtype, but in float8 for cells of that: it measures the chip's rate.
@@ -310,8 +310,10 @@ def run(cells: list[Cell], device: str, facts: dict, path: Path, peers: list[str
         return measure(cell, device, facts["seconds"], facts["rounds"], peers)
 
     def finish(record: dict, _: bool) -> dict:
-        judged = [] if "kernel" in facts else targets(record["results"])  # the targets are those of Hopper's kernels
-        return record | {"summary": summarize(record["results"]), "targets": judged}
+        results = record["results"]
+        judged = [] if "kernel" in facts else targets(results)  # the targets are those of Hopper's kernels
+        known = {"fa4": fa4_version()} if any(FA4 in result["providers"] for result in results) else {}
+        return record | known | {"summary": summarize(results), "targets": judged}
 
     summary = general_terminal_summary if "kernel" in facts else attention_terminal_summary
     return harness.run("attention", cells, of_cell, line, facts, path, finish, summary)

@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.nn.functional as torch_functional
@@ -26,7 +28,7 @@ from flash_online.integrations import torch_sdpa
 from ..peers import MAX_SCORE_BYTES, Unavailable
 from ..summary import BY_REGISTRY, FLASH, MATH, OURS, TORCH
 from .cases import Problem
-from .summary import BY_MASK, BY_OVERRIDE, CUDNN, DEFAULT, DENSE, DROP_IN, EFFICIENT, FA3, FLEX, PACKED, PLAIN, VARLEN
+from .summary import BY_MASK, BY_OVERRIDE, CUDNN, DEFAULT, DENSE, DROP_IN, EFFICIENT, FA3, FA4, FLEX, PACKED, PLAIN, VARLEN
 
 FA3_VARIABLE = "FLASH_ATTENTION_3"  # path of the library that registers torch.ops.flash_attn_3
 KERNEL_VARIABLE = "FLASH_ONLINE_KERNEL"  # the family of CUDA kernels; the library reads it in its first call
@@ -209,8 +211,7 @@ class FA3Attention(torch.autograd.Function):
 
 
 def fa3(problem: Problem) -> Call:
-    if problem.mask is not None or problem.slopes is not None or "dropout" in problem.options:
-        raise Unavailable("it has no masks, biases, slopes or dropout")
+    _refuse_masks(problem)
     load_fa3()
     options = {
         "softmax_scale": problem.query.shape[-1] ** -0.5,
@@ -221,15 +222,69 @@ def fa3(problem: Problem) -> Call:
         options |= {"window_size_left": window, "window_size_right": 0}
     if band := problem.options.get("band"):
         options |= dict.fromkeys(("window_size_left", "window_size_right"), band)
-    leaves, grad, view = [problem.query, problem.key, problem.value], problem.grad, Call.view
     if problem.starts is not None:
-        options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), problem.starts)
-        options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), problem.longest)
-    else:  # FA3's own layout is [B, L, H, E]
-        leaves = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in leaves]
-        grad, view = grad.transpose(1, 2).contiguous(), _heads_first
+        options |= _packed_options(problem)
+    leaves, grad, view = _rows_first(problem)
     deterministic = problem.options.get("deterministic", False)
     return Call(problem, lambda: FA3Attention.apply(*leaves, options, deterministic), leaves, grad, view=view)
+
+
+def load_fa4() -> ModuleType:
+    """FlashAttention-4's module, of the package flash-attn-4."""
+    try:
+        return importlib.import_module("flash_attn.cute")
+    except Exception as error:  # it loads libraries, which may not fit this torch
+        raise Unavailable(f"the package flash-attn-4 does not load: {reason(error)}") from error
+
+
+def fa4(problem: Problem) -> Call:
+    """The first call with new options, dtypes or head dims compiles kernels, outside the clock. Only what no argument of its
+    functions can say is refused here: it refuses by itself what it has no kernel for."""
+    _refuse_masks(problem)
+    module = load_fa4()
+    options = {name: problem.options[name] for name in ("causal", "softcap", "deterministic") if name in problem.options}
+    if window := problem.options.get("window"):
+        options["window_size"] = (window, 0)
+    if band := problem.options.get("band"):
+        options["window_size"] = (band, band)
+    function = module.flash_attn_func
+    if problem.starts is not None:
+        function, options = module.flash_attn_varlen_func, options | _packed_options(problem)
+    leaves, grad, view = _rows_first(problem)
+
+    def run() -> Tensor:
+        result = function(*leaves, **options)
+        return result[0] if isinstance(result, tuple) else result  # most versions return the log-sum-exp, too
+
+    return Call(problem, run, leaves, grad, view=view)
+
+
+def fa4_version() -> str | None:
+    """The version of the package, whose betas differ in speed; None where it is not installed."""
+    with suppress(PackageNotFoundError):
+        return version("flash-attn-4")
+    return None
+
+
+def _refuse_masks(problem: Problem) -> None:
+    if problem.mask is not None or problem.slopes is not None or "dropout" in problem.options:
+        raise Unavailable("it has no masks, biases, slopes or dropout")
+
+
+def _packed_options(problem: Problem) -> dict:
+    """FlashAttention's arguments for packed sequences."""
+    starts = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), problem.starts)
+    return starts | dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), problem.longest)
+
+
+def _rows_first(problem: Problem) -> tuple[list[Tensor], Tensor, Callable[[Tensor], Tensor]]:
+    """Query, key and value, the output's gradient and the Call's view, in FlashAttention's own layout: [B, L, H, E] or packed
+    [T, H, E]."""
+    leaves = [problem.query, problem.key, problem.value]
+    if problem.starts is not None:
+        return leaves, problem.grad, Call.view
+    leaves = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in leaves]
+    return leaves, problem.grad.transpose(1, 2).contiguous(), _heads_first
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
@@ -347,6 +402,7 @@ PROVIDERS: dict[str, Callable[[Problem], Call]] = {
     BY_MASK: ours_by_mask,
     PACKED: packed(ours),
     FA3: packed(fa3),
+    FA4: packed(fa4),
     CUDNN: sdpa(SDPBackend.CUDNN_ATTENTION),
     FLASH: sdpa(SDPBackend.FLASH_ATTENTION),
     EFFICIENT: sdpa(SDPBackend.EFFICIENT_ATTENTION),
@@ -360,14 +416,14 @@ PROVIDERS: dict[str, Callable[[Problem], Call]] = {
 # The memory-efficient backend is far slower on plain cells and FlexAttention takes seconds to compile, so each is timed only
 # where it competes.
 IN_GROUP = {
-    "plain": (OURS, FA3, CUDNN, FLASH),
-    "features": (OURS, FA3, CUDNN, FLASH, EFFICIENT, MATH),
-    "between": (OURS, FA3, CUDNN, FLASH, EFFICIENT, MATH),
-    "packed": (OURS, FA3, VARLEN),
-    "spans": (OURS, BY_MASK, PACKED, FA3, FLEX),
+    "plain": (OURS, FA3, FA4, CUDNN, FLASH),
+    "features": (OURS, FA3, FA4, CUDNN, FLASH, EFFICIENT, MATH),
+    "between": (OURS, FA3, FA4, CUDNN, FLASH, EFFICIENT, MATH),
+    "packed": (OURS, FA3, FA4, VARLEN),
+    "spans": (OURS, BY_MASK, PACKED, FA3, FA4, FLEX),
     "blocks": (OURS, BY_MASK, PLAIN, FLEX),
-    "short": (OURS, FA3, CUDNN, FLASH, EFFICIENT),
-    "host": (OURS, DROP_IN, FA3, CUDNN, FLASH, EFFICIENT, MATH),
+    "short": (OURS, FA3, FA4, CUDNN, FLASH, EFFICIENT),
+    "host": (OURS, DROP_IN, FA3, FA4, CUDNN, FLASH, EFFICIENT, MATH),
     "calls": (TORCH, BY_OVERRIDE, BY_REGISTRY),
 }
 IN_KIND = {

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ..summary import DIRECTIONS, FLASH, MATH, OURS, geometric_mean, judge
 
-FA3, CUDNN, EFFICIENT, FLEX, VARLEN = "FA3", "cuDNN", "torch efficient", "FlexAttention", "torch varlen_attn"
+FA3, FA4, CUDNN = "FA3", "FA4", "cuDNN"
+EFFICIENT, FLEX, VARLEN = "torch efficient", "FlexAttention", "torch varlen_attn"
 # Variants of our call: not peers, but targets may compare with them.
 DROP_IN, DEFAULT, DENSE = f"{OURS}, drop-in", f"{OURS}, default", f"{OURS}, all visible"
 BY_OVERRIDE = f"{OURS} by override"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import os
@@ -747,6 +748,150 @@ def test_the_benchmarks_own_kernels_are_right(modules, name):
             assert result["us"]["softmax"].keys() >= {"naive", "safe", "online"}
         else:
             assert result["providers"].keys() >= {"v1", "v1, striped", "v2, warps by keys", "v2"}
+
+
+# --- FlashAttention-4 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """`flash_attn.cute` with ours under its arguments' names: its calls, and whether it returns the log-sum-exp too."""
+    compat = importlib.import_module("flash_online.compat.flash_attn_cute")
+    found = types.SimpleNamespace(calls=[], with_lse=True)
+
+    def recorded(name):
+        def function(*tensors, **options):
+            found.calls.append((name, tensors, options))
+            both = getattr(compat, name)(*tensors, **options)
+            return both if found.with_lse else both[0]
+
+        return function
+
+    module = types.ModuleType("flash_attn.cute")
+    module.flash_attn_func, module.flash_attn_varlen_func = recorded("flash_attn_func"), recorded("flash_attn_varlen_func")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return found
+
+
+@pytest.mark.parametrize("with_lse", [True, False])
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("E 64, full", {}),
+        ("E 64, causal", {"causal": True}),
+        ("window", {"causal": True, "window_size": (17, 0)}),
+        ("band", {"window_size": (17, 17)}),
+        ("deterministic", {"deterministic": True}),
+    ],
+)
+def test_flash_attention_4_gets_rows_before_heads(modules, stand_in, kind, options, with_lse):
+    """[B, L, H, E], by arguments that every version has; its results are checked in the cell's layout."""
+    cell = next(c for c in modules["attention.cases"].QUICK if c.kind == kind)
+    stand_in.with_lse = with_lse
+    result = modules["attention.measure"].measure(cell, "cpu", 0, 1, ["FA4"])
+    entry, sizes = result["providers"]["FA4"], cell.sizes
+    assert entry["forward_ms"] > 0 and entry["backward_ms"] > 0 and entry["error"] < 0.02 and not result["unavailable"]
+    shapes = [(sizes["B"], sizes["L"], heads, sizes["E"]) for heads in (sizes["H"], *[sizes.get("Hkv", sizes["H"])] * 2)]
+    for name, tensors, given in stand_in.calls:
+        assert name == "flash_attn_func" and given == options
+        assert [t.shape for t in tensors] == shapes and all(t.is_contiguous() for t in tensors)
+
+
+def test_flash_attention_4_gets_softcap_and_packed_sequences(modules, stand_in):
+    cases, peers = modules["attention.cases"], modules["attention.peers"]
+    capped = cases.Cell("features", {"B": 1, "H": 2, "L": 16, "E": 32}, {"causal": True, "softcap": 5.0}, kind="softcap")
+    peers.fa4(cases.Problem(capped, "cpu")).run()
+    assert stand_in.calls.pop()[2] == {"causal": True, "softcap": 5.0}
+    packed = cases.Problem(next(c for c in cases.QUICK if c.family == "packed"), "cpu")
+    call = peers.PROVIDERS["FA4"](packed)
+    assert call.view(call.run()).shape == packed.query.shape
+    name, tensors, options = stand_in.calls.pop()
+    assert name == "flash_attn_varlen_func" and [t.shape for t in tensors] == [(100, 4, 32), (100, 2, 32), (100, 2, 32)]
+    assert options.pop("cu_seqlens_q") is options.pop("cu_seqlens_k") is packed.starts
+    assert options == {"causal": True, "max_seqlen_q": 79, "max_seqlen_k": 79}
+    documents = next(c for c in cases.QUICK if c.options.get("spans") == "documents")
+    result = modules["attention.measure"].measure(documents, "cpu", 0, 1, ["FA4"])
+    assert result["providers"]["FA4"]["error"] < 0.02 and stand_in.calls[0][0] == "flash_attn_varlen_func"
+
+
+def test_cells_that_flash_attention_4_refuses_say_why(modules, monkeypatch):
+    """Its own reason where it has one; a word where its arguments cannot say the cell, or where it is not there."""
+    cases, measure = modules["attention.cases"], modules["attention.measure"]
+    plain, masked = (next(c for c in cases.QUICK if c.kind == kind) for kind in ("E 64, full", "bool mask"))
+
+    def refuses(*tensors, **options):
+        raise AssertionError("inputs must be on CUDA device\nand so on")
+
+    module = types.ModuleType("flash_attn.cute")
+    module.flash_attn_func = refuses
+    for found, cell, reason in (
+        (module, plain, "AssertionError: inputs must be on CUDA device"),
+        (module, masked, "it has no masks, biases, slopes or dropout"),
+        (None, plain, "the package flash-attn-4 does not load: ModuleNotFoundError: import of flash_attn.cute halted"),
+    ):
+        monkeypatch.setitem(sys.modules, "flash_attn.cute", found)
+        result = measure.measure(cell, "cpu", 0, 1, ["FA4"])
+        assert list(result["providers"]) == ["flash_online"] and result["unavailable"]["FA4"].startswith(reason)
+
+
+def test_flash_attention_4_is_tried_where_flash_attention_3_is(modules):
+    peers, cases = modules["attention.peers"], modules["attention.cases"]
+    for cell in [cell for group in (cases.CELLS | cases.SPARSE).values() for cell in group]:
+        names = list(peers.providers(cell))
+        assert ("FA4" in names) == ("FA3" in names) and "FA4" not in peers.providers(cell, ["cuDNN"])
+
+
+def attention_record(modules, with_fa4):
+    """The committed record without FlashAttention-4, or with it, in half the time of FlashAttention-3."""
+    record = modules["docs"].read(modules["docs"].RESULTS / "attention.json")
+    for result in record["results"]:
+        for found in (result["providers"], result["unavailable"]):
+            found.pop("FA4", None)
+        if with_fa4 and (theirs := result["providers"].get("FA3")):
+            times = {"_ms": 0.5, "_tflop_per_s": 2}
+            factors = {key: next((x for end, x in times.items() if key.endswith(end)), 1) for key in theirs}
+            result["providers"]["FA4"] = {key: value and value * factors[key] for key, value in theirs.items()}
+    version = "4.0" if with_fa4 else None
+    return record | {"fa4": version, "summary": modules["attention.summary"].summarize(record["results"])}
+
+
+def test_a_record_with_flash_attention_4_shows_it(modules):
+    """As a peer of each cell, of the means and of the README; a record without it has no column of it."""
+    docs, (without, record) = modules["docs"], (attention_record(modules, with_fa4) for with_fa4 in (False, True))
+    others = [docs.read(docs.RESULTS / f"{name}.json") for name in ("decode", "cuda", "cpu", "training")]
+    plain = next(e for e in record["summary"] if e["family"] == "plain")
+    assert plain["forward"]["over_best"]["peer"] == "FA4"
+    assert plain["forward"]["over"]["FA4"]["mean"] == pytest.approx(plain["forward"]["over"]["FA3"]["mean"] / 2)
+    page = modules["attention_pages"].attention_page(record)
+    assert "FA4 is flash-attn-4 4.0." in page and any("| x FA4 |" in line for line in page)
+    assert "FA4" not in "\n".join(modules["attention_pages"].attention_page(without))
+    for of_attention, head in ((record, "| than FA3 | than FA4 |"), (without, "| than FA3 | than the fastest peer |")):
+        table = [line for line in modules["readme"].readme_page(of_attention, *others) if line.startswith("|")]
+        assert head in table[0] and len({line.count("|") for line in table}) == 1
+
+
+def test_the_record_says_which_flash_attention_4(modules, stand_in, monkeypatch, tmp_path):
+    """Where it was timed."""
+    measure = modules["attention.measure"]
+    cells = [next(c for c in modules["attention.cases"].QUICK if c.kind == kind) for kind in ("bool mask", "E 64, full")]
+    monkeypatch.setattr(measure, "fa4_version", lambda: "4.0")
+    facts = {"device": "d", "torch": "t", "commit": "c", "date": "d", "seconds": 0, "rounds": 1}
+    for count in (1, 2):
+        path = tmp_path / f"{count}.json"
+        assert measure.run(cells[:count], "cpu", facts, path, ["FA4"]) == 0
+        assert json.loads(path.read_text()).get("fa4") == ("4.0" if count == 2 else None)
+
+
+@pytest.mark.parametrize("with_fa4", [False, True])
+def test_the_bars_of_the_peers_do_not_overlap(modules, with_fa4):
+    pytest.importorskip("matplotlib")
+    figures = modules["figures"]
+    figure = figures.speed(attention_record(modules, with_fa4))
+    bars = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in figure.axes[0].patches)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    figures.plt.close(figure)
+    assert len(labels) == 4 + with_fa4 and ("FlashAttention-4" in labels) == with_fa4
+    assert all(end <= begin + 1e-9 for (_, end), (begin, _) in itertools.pairwise(bars))
 
 
 # --- The general kernels ------------------------------------------------------------------------------------------------------
