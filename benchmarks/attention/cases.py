@@ -237,6 +237,8 @@ def _between() -> list[Cell]:
         cell("mask, E 256", 4, 8, 4096, 256, mask="random"),
         cell("mask per head", 4, 16, 2048, 96, mask="heads"),
         cell("E 320", 2, 8, 2048, 320),
+        *(cell("many heads", 4, 48, length, 128, causal=True) for length in (1024, 2048, 4096)),
+        cell("few CTAs", 1, 16, 2048, 128),
         *(cell("vision windows", 4096, 4, length, 32) for length in (49, 64)),
         cell("vision windows", 4096, 6, 49, 16),
     ]
