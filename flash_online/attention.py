@@ -25,7 +25,7 @@ from ._block_arguments import tiles_of_blocks, try_fast_tiles
 from ._canonicalize import canonicalize, cast_and_check, check_attention, expand_slopes, window_bounds
 from ._checks import none_as_zero, unexpected_keyword, without_others
 from ._ops import accumulator_of, below_autograd, ops, surfaced
-from ._plain import NUMBERS, are_plain, are_plain_numbers, is_grad_enabled
+from ._plain import NUMBERS, are_plain, is_grad_enabled
 from ._span_arguments import canonical_spans
 from .blocks import BlockList
 
@@ -321,25 +321,26 @@ def try_fast_sparse(
     causal: bool,
     scale: float | None,
 ) -> Tensor | None:
-    """`try_fast_path` with spans int32 of two to four dimensions, neighbouring bounds, and sizes of 1 where they broadcast, and
-    with a list as `try_fast_tiles` takes it."""
+    """`try_fast_path` with spans of two to four dimensions, and with a list as `try_fast_tiles` takes it. The operator checks
+    what the spans are; where it refuses them, the full checks say why."""
     if not are_plain("scaled_dot_product_attention", query, (key, value)):
         return None
     shape, key_shape, value_shape = query.shape, key.shape, value.shape
     if len(shape) != 4 or 0 in shape or 0 in key_shape or not _shapes_fit(shape, key_shape, value_shape, True):
         return None
     whole = []
-    for spans, length in ((query_spans, shape[2]), (key_spans, key_shape[2])):
-        rank = spans.dim() if type(spans) is Tensor else 4
+    for spans in (query_spans, key_spans):
         if spans is not None:
-            if not 2 <= rank <= 4 or not are_plain_numbers(spans, query, rank):
+            if type(spans) is not Tensor or spans.layout is not torch.strided or spans.is_nested:
                 return None
-            sizes = spans.shape
-            if sizes[-2] != length or sizes[-1] not in (2, 4) or rank > 2 and sizes[-3] not in (1, shape[1]):
+            if spans.get_device() != query.get_device() or spans.is_cpu is not query.is_cpu:  # meta has the CPU's number
                 return None
-            if rank == 4 and sizes[0] not in (1, shape[0]):
-                return None
-        whole.append(spans if rank == 4 else spans[(None,) * (4 - rank)])
+            rank = spans.dim()
+            if rank != 4:
+                if not 2 <= rank < 4:
+                    return None
+                spans = spans[(None,) * (4 - rank)]
+        whole.append(spans)
     if scale is None:
         scale = default_scale(shape[-1])
     elif type(scale) is not float:
@@ -353,6 +354,8 @@ def try_fast_sparse(
             return _attention(query, key, value, None, None, None, None, *whole, tiles, options)[0]
         return _infer(query, key, value, None, causal, scale, (*whole, tiles))
     except RuntimeError as error:
+        if str(error).startswith(("query_spans:", "key_spans:")):
+            return None
         raise surfaced(error, query) from None
 
 
