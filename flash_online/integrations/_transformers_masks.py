@@ -11,6 +11,8 @@ from torch import Tensor
 from .._span_arguments import spans_of_key_mask
 from ._transformers_rules import Rule, infer, interval, read, runs, starts_of
 
+_LONG_SEQUENCE = 2048  # tokens from which spans of padding were seen to be faster than its mask
+
 
 class VisibleKeys:
     """The keys that the queries of a forward pass see, in O(B S) memory: the mask function returns it instead of a mask
@@ -30,6 +32,7 @@ class VisibleKeys:
         starts: bool `[B, L]`, True where a document or chunk begins (queries see only their own), or None.
         chunked: `starts` has chunk starts too, not only documents.
         query_spans: int32 `[B or 1, 1, L, 2]`, an argument of `attention` that holds all but the padding, or None.
+        padding_spans: int32 `[B, 1, L, 2]`, query_spans that say what `padding` says, where these are faster, or None.
         is_plain: a causal rule and padding are all there is.
     """
 
@@ -48,6 +51,7 @@ class VisibleKeys:
         self.batch, self.queries, self.keys = sizes
         self.causal, self.window, self.lower_right, self.used_keys = causal, window, lower_right, used_keys
         self.padding, self.starts, self.chunked, self.query_spans = padding, starts, chunked, query_spans
+        self.padding_spans: Tensor | None = None
         self.packed: tuple[Tensor, int] | None = None
         self._made_spans: dict[str, Tensor] | None = None
         self.is_plain = window is used_keys is starts is query_spans is None
@@ -122,6 +126,7 @@ class VisibleKeys:
         sizes = self.batch, self.queries, self.keys
         rule = self.causal, self.window, self.lower_right, self.used_keys
         moved = VisibleKeys(sizes, *rule, padding, starts, self.chunked, spans)
+        moved.padding_spans = None if self.padding_spans is None else self.padding_spans.to(device)
         if self.packed is not None:
             moved.packed = self.packed[0].to(device), self.packed[1]
         return moved
@@ -263,7 +268,18 @@ def _by_rule(
     visible = VisibleKeys(sizes, rule.causal, rule.window, *placement)
     if starts is not None and not tracing:
         visible.cu_seqlens()  # now: generate() makes masks before a compiled forward pass, which cannot read the lengths
+    if visible.is_plain and padding is not None and not tracing and _prefers_spans(tokens) and _in_one_run(padding):
+        begin, end = _run(padding)
+        visible.padding_spans = torch.stack([begin, end], -1).to(torch.int32)[:, None].expand(-1, 1, tokens.queries, 2)
     return visible
+
+
+def _prefers_spans(tokens: _Tokens) -> bool:
+    """Whether spans of padding are faster than its mask, as on Hopper for whole sequences that are long (docs/masks.md)."""
+    device = torch.device(tokens.device)
+    if device.type != "cuda" or not tokens.queries == tokens.keys >= _LONG_SEQUENCE:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _by_spans(mask_function: Callable[..., Tensor], attention_mask: Tensor | None, tokens: _Tokens) -> VisibleKeys | None:
@@ -274,9 +290,8 @@ def _by_spans(mask_function: Callable[..., Tensor], attention_mask: Tensor | Non
     first, past = (bound - tokens.kv_offset for bound in seen)
     padding = _padding(attention_mask, tokens.kv_offset, tokens.keys, tracing=False)
     if padding is not None and _in_one_run(padding):
-        rows = padding[:, 0, 0].to(torch.int64)
-        begin = rows.argmax(1, keepdim=True)
-        first, past, padding = first.maximum(begin), past.minimum(begin + rows.sum(1, keepdim=True)), None
+        begin, end = _run(padding)
+        first, past, padding = first.maximum(begin), past.minimum(end), None
     spans = _as_spans(first, past, tokens.keys)
     sizes = tokens.batch, tokens.queries, tokens.keys
     return VisibleKeys(sizes, False, None, False, None, padding, None, False, spans)
@@ -303,6 +318,13 @@ def _padding(attention_mask: Tensor | None, first: int, keys: int, tracing: bool
     if not tracing and bool(padding.all()):
         return None
     return padding[:, None, None, :]
+
+
+def _run(padding: Tensor) -> tuple[Tensor, Tensor]:
+    """The first key that takes part and the end of its run, `[B, 1]` each, of padding `_in_one_run`."""
+    rows = padding[:, 0, 0].to(torch.int64)
+    begin = rows.argmax(1, keepdim=True)
+    return begin, begin + rows.sum(1, keepdim=True)
 
 
 def _in_one_run(padding: Tensor) -> bool:

@@ -18,7 +18,9 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils  # noqa: E402
 
+from flash_online.attention import try_fast_sparse  # noqa: E402
 from flash_online.integrations import _check_transformers as checks  # noqa: E402
+from flash_online.integrations import _transformers_masks  # noqa: E402
 from flash_online.integrations import transformers as integration  # noqa: E402
 from flash_online.integrations._check_transformers import MODELS, difference, generated, passes  # noqa: E402
 from flash_online.integrations._transformers_masks import VisibleKeys, visible_keys  # noqa: E402
@@ -108,6 +110,37 @@ def test_holes_in_the_padding():
         inputs = BY_NAME[name].inputs()
         inputs["attention_mask"][1, 20:27] = 0
         assert max(beside_eager(BY_NAME[name].build(), inputs)) <= checks.ALLOWED
+
+
+@named([BY_NAME["Llama"], BY_NAME["BERT"]])
+@pytest.mark.parametrize("side", ["left", "right", "hole", "a row of padding"])
+def test_padding_as_spans(spec, side, monkeypatch):
+    """As on Hopper in long sequences: padding in one run becomes spans, with gradients too."""
+    monkeypatch.setattr(_transformers_masks, "_prefers_spans", lambda tokens: True)
+    monkeypatch.setattr(integration, "_16_BIT", (torch.float32,))
+    calls = []
+
+    def watched(*arguments):
+        calls.append(arguments[3].shape)
+        return try_fast_sparse(*arguments)
+
+    monkeypatch.setattr(integration, "try_fast_sparse", watched)
+    inputs = spec.inputs()
+    mask = inputs["attention_mask"]
+    if side == "right":
+        inputs["attention_mask"] = mask.flip(1)
+    elif side == "hole":
+        mask[1, 20:27] = 0
+    elif side == "a row of padding":
+        mask[1] = 0
+    if side == "a row of padding":  # eager attention gives such tokens the mean of all values
+        model = spec.build()
+        model.set_attn_implementation(NAME)
+        outputs, gradients = passes(model, inputs)
+        assert all(t.isfinite().all() for t in (*outputs, *gradients.values()))
+    else:
+        assert max(beside_eager(spec.build(), inputs)) <= checks.ALLOWED
+    assert bool(calls) == (side != "hole") and all(shape == (*mask.shape[:1], 1, mask.shape[1], 2) for shape in calls)
 
 
 def test_a_row_of_nothing_but_padding():
