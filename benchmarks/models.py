@@ -280,7 +280,7 @@ class WholeTimer(Timer):
 
 
 def check_generation(case: ModelCase, model: nn.Module, device: str) -> None:
-    """Compares the last step's output after a short prompt, as `check` does. Eager attention, the yardstick, is in no graph:
+    """Compares the last step's output after a short prompt, as `check` does. Eager attention is in no graph:
     some versions of transformers copy a constant of its mask from the host, which no capture allows."""
     prompt = torch.randint(0, 1024, (2, CHECKED_LENGTH if device == "cuda" else case.sizes["L"]), device=device)
     wide, found = copy.deepcopy(model).float(), {}
