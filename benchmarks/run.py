@@ -88,6 +88,8 @@ def run_attention(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         print("\n".join(f"{c.family:9} {c.kind:26} {c.label}, {str(c.dtype)[6:]}" for c in cells))
         return 0
     device, name = gpu_unless_quick(parser, options), "sparse" if options.sparse else "attention"
+    if options.kernel and options.sparse and not options.out:
+        parser.error("--kernel with --sparse needs --out: no page shows such a record")
     if options.kernel:  # a record per GPU: one must not replace another
         name = f"{name}_{options.kernel}_{machine.in_a_file_name(machine.device_name(device))}"
     path = out_of(parser, options, name, len(cells))
@@ -209,7 +211,10 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     named = attention_cases.CELLS | attention_cases.SPARSE | attention_cases.IN_FLOAT8 | groups
     add_choice(command, list(named), [*attention_peers.PEERS, *attention_float8.PEERS])
     add_fa3(command)
-    general = "only the general kernels, which every GPU but Hopper's runs anyway, against FlashAttention-2; cells of its own"
+    general = (
+        "only the general kernels, which every GPU but Hopper's runs anyway: cells of their own against FlashAttention-2, or "
+    )
+    general += "those of --sparse against FlexAttention"
     command.add_argument("--kernel", choices=("sm80",), help=general)
     command.add_argument("--sparse", action="store_true", help="the cells with spans and lists of blocks instead of all others")
     command = add("decode", run_decode, "attention over cached keys on a GPU, against FA3, cuDNN, torch and FlashInfer")

@@ -10,7 +10,8 @@ replayed from a CUDA graph; for the host time calls are only enqueued; for calls
 baseline, a product of two 8192 x 8192 matrices, is timed in the same rounds. Cells of float8 have providers and a check of
 their own, in float8.py, and no backward pass.
 
-With a kernel family (--kernel) the cells are those of `cases.GENERAL`, and every call of ours runs that family.
+With a kernel family (--kernel) the cells are those of `cases.GENERAL`, or of `cases.SPARSE` with --sparse too, and every call
+of ours runs that family.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..summary import DIRECTIONS, FLASH, MATH, OURS
 from ..timing import EventTimer, GraphTimer, HostTimer, interleave, matmul
 from . import float8
 from .cases import CELLS, GENERAL, GENERAL_QUICK, IN_FLOAT8, QUICK, SPARSE, Cell, Problem
-from .peers import KERNEL_PEERS, Call, fa4_version, providers, reason
+from .peers import KERNEL_PEERS, SPARSE_PEERS, Call, fa4_version, providers, reason
 from .summary import CUDNN, EFFICIENT, FA4, FLOAT8, summarize, targets
 
 CHUNK = 1 << 25  # scores that the reference computes at a time
@@ -278,9 +279,9 @@ def line(result: dict) -> str:
 def chosen(
     groups: list[str] | None, match: str | None, quick: bool, kernel: str | None = None, sparse: bool = False
 ) -> list[Cell]:
-    """The cells of these groups that have `match` in their title; with a kernel family those of `cases.GENERAL`, of
-    `cases.SPARSE` where `sparse` says so or a group is named, and of `cases.IN_FLOAT8` where its group is."""
-    if kernel:
+    """The cells of these groups that have `match` in their title; of `cases.SPARSE` where `sparse` says so or a group is named,
+    else with a kernel family those of `cases.GENERAL`, and of `cases.IN_FLOAT8` where its group is named."""
+    if kernel and not sparse:
         return harness.chosen(GENERAL_QUICK if quick else GENERAL, groups, match)
     if quick:
         return harness.chosen(QUICK, groups, match)
@@ -300,9 +301,10 @@ def require_kernel(kernel: str, device: str) -> None:
 
 def run(cells: list[Cell], device: str, facts: dict, path: Path, peers: list[str] | None) -> int:
     """Measures the cells; `facts` describe the machine and the run, and have `kernel` if a kernel family is forced."""
+    is_sparse = all(cell.family in SPARSE for cell in cells)
     if "kernel" in facts:
         require_kernel(facts["kernel"], device)
-        peers = peers or KERNEL_PEERS
+        peers = peers or (SPARSE_PEERS if is_sparse else KERNEL_PEERS)
     if any(cell.family == FLOAT8 for cell in cells):
         facts = facts | float8.versions()
 
@@ -315,5 +317,5 @@ def run(cells: list[Cell], device: str, facts: dict, path: Path, peers: list[str
         known = {"fa4": fa4_version()} if any(FA4 in result["providers"] for result in results) else {}
         return record | known | {"summary": summarize(results), "targets": judged}
 
-    summary = general_terminal_summary if "kernel" in facts else attention_terminal_summary
+    summary = general_terminal_summary if "kernel" in facts and not is_sparse else attention_terminal_summary
     return harness.run("attention", cells, of_cell, line, facts, path, finish, summary)

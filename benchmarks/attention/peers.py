@@ -438,6 +438,7 @@ IN_KIND = {
 PEERS = [name for name in PROVIDERS if not name.startswith(OURS)]
 # What one kernel family is compared with: FlashAttention-2, which both are, and what torch runs by itself.
 KERNEL_PEERS = [FLASH, VARLEN, TORCH]
+SPARSE_PEERS = [FLEX]  # and with spans and lists
 
 
 def providers(cell, wanted: list[str] | None = None) -> dict[str, Callable[[Problem], Call]]:

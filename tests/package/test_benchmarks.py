@@ -666,6 +666,7 @@ def command_line(monkeypatch, arguments):
         ("rows --match nothing --out x.json", "no case is chosen"),
         ("attention --kernel sm90", "choose from 'sm80'"),
         ("attention --kernel sm80 --quick", "needs --out"),
+        pytest.param("attention --kernel sm80 --sparse", "needs a CUDA GPU", marks=WITHOUT_GPU),
         ("attention --cases calls --quick --out x.json", "no case is chosen"),  # they are cells of --kernel
         pytest.param("attention --kernel sm80", "needs a CUDA GPU", marks=WITHOUT_GPU),
         pytest.param("attention", "needs a CUDA GPU", marks=WITHOUT_GPU),
@@ -914,6 +915,10 @@ def test_the_cells_of_the_general_kernels(modules):
         assert list(peers.providers(cell, peers.KERNEL_PEERS)) == of_family[cell.family], cell.title
     few = modules["attention.measure"].chosen(["calls"], "L 197", False, "sm80")
     assert [cell.label for cell in few] == ["B 8, H 16, L 197, E 64"]
+    sparse = modules["attention.measure"].chosen(None, None, False, "sm80", True)
+    assert sparse == modules["attention.measure"].chosen(None, None, False, None, True)
+    names = list(peers.providers(sparse[0], peers.SPARSE_PEERS))
+    assert names == ["flash_online", "flash_online, bool mask", "flash_online, packed", "FlexAttention"]
 
 
 def test_pairs_of_cross_attention_and_of_packed_windows(modules):
