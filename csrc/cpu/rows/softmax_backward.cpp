@@ -83,7 +83,8 @@ struct ContiguousRows {
     constexpr int kRows = std::min(4, kLanes<S> / (kMean ? 2 : 1));
     const int64_t beyond = round_up(count, kUnit<R>) - count, stride = std::min({grad_stride, output_stride, count}),
                   last_loose = stride < 1 ? row : last - ceil_div(beyond, stride);
-    if (count <= 128)
+    constexpr int64_t kFewClasses = sizeof(R) == 2 ? 256 : 128;  // float32 rows are slower in fours from there on
+    if (count <= kFewClasses)
       visit_up_to<4>(ceil_div(count, kUnit<R>), [&](auto units) { row = batches<kRows, units, true>(row, last_loose); });
     row = batches<1, 0, true>(row, last_loose);
     batches<1, 0, false>(row, last);
