@@ -557,11 +557,15 @@ def _attention_weight_sums_fake(query, key, lse, window_left, window_right, offs
     return query.new_empty([*query.shape[:-2], key.shape[-2]], dtype=torch.float32)
 
 
+def _with_batch(operator, count, info, in_dims, args):
+    """The results of an operator whose first `count` arguments have a batch: the mapped dimension and the batch in one."""
+    tensors = [_front(tensor, dim, info.batch_size) for tensor, dim in zip(args[:count], in_dims[:count], strict=True)]
+    results = operator(*(tensor.flatten(0, 1) for tensor in tensors), *args[count:])
+    return tree_map(lambda result: result.unflatten(0, tensors[0].shape[:2]), results)
+
+
 def _attention_weight_sums_vmap(info, in_dims, *args):
-    tensors, options, size = args[:3], args[3:], info.batch_size
-    query, key, lse = (_front(tensor, dim, size) for tensor, dim in zip(tensors, in_dims[:3], strict=True))
-    sums = ops.attention_weight_sums.default(query.flatten(0, 1), key.flatten(0, 1), lse.flatten(0, 1), *options)
-    return sums.unflatten(0, query.shape[:2]), 0
+    return _with_batch(ops.attention_weight_sums.default, 3, info, in_dims, args), 0
 
 
 def _attention_weight_sums_flops(query, key, *args, out_shape=None, **kwargs) -> int:
@@ -633,15 +637,8 @@ def _block_means_fake(query, key, *sizes):
     return tuple(query.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-def _of_mapped_blocks(operator, info, in_dims, query, key, *options):
-    """The results of an operator over query and key, with the mapped dimension and the batch in one."""
-    query, key = (_front(tensor, dim, info.batch_size) for tensor, dim in zip((query, key), in_dims[:2], strict=True))
-    results = operator(query.flatten(0, 1), key.flatten(0, 1), *options)
-    return tree_map(lambda result: result.unflatten(0, query.shape[:2]), results)
-
-
-def _block_means_vmap(*arguments):
-    return _of_mapped_blocks(ops.block_means.default, *arguments), (0, 0)
+def _block_means_vmap(info, in_dims, *args):
+    return _with_batch(ops.block_means.default, 2, info, in_dims, args), (0, 0)
 
 
 _register("block_means", _block_means_fake, _block_means_vmap, _no_flops)
@@ -651,8 +648,8 @@ def _block_maxima_fake(query, key, rows, columns, causal, scale):
     return query.new_empty([*query.shape[:2], _blocks(query, rows), _blocks(key, columns)], dtype=torch.float32)
 
 
-def _block_maxima_vmap(*arguments):
-    return _of_mapped_blocks(ops.block_maxima.default, *arguments), 0
+def _block_maxima_vmap(info, in_dims, *args):
+    return _with_batch(ops.block_maxima.default, 2, info, in_dims, args), 0
 
 
 def _block_maxima_flops(query, key, *args, out_shape=None, **kwargs) -> int:

@@ -260,7 +260,7 @@ def fa4(problem: Problem) -> Call:
 
 
 def fa4_version() -> str | None:
-    """The version of the package, whose betas differ in speed; None where it is not installed."""
+    """The package's version, as pre-releases differ in speed; None where it is not installed."""
     with suppress(PackageNotFoundError):
         return version("flash-attn-4")
     return None

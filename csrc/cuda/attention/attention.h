@@ -96,7 +96,7 @@ Plan<WeightSumsPass> plan_weight_sums(const AttentionProblem& problem, float* su
 void weight_sums_mask(DType dtype, const void* lse, int64_t count, void* mask, CUstream_st* stream);
 void weight_sums_of_lse(DType dtype, const void* lse, const void* low, int64_t count, float* sums, CUstream_st* stream);
 
-// Throws std::runtime_error with the reason where no kernel takes the problem, as the next one does.
+// Both throw std::runtime_error with the reason where no kernel takes the problem.
 Plan<BlockMaximaPass> plan_block_maxima(const BlockMaximaPass& pass);
 Plan<Float8Pass> plan_float8(const Float8Problem& problem);
 

@@ -1,4 +1,5 @@
-// The largest score of a head (AttentionProblem::max_logit): warps raise it to that of their rows, in any order.
+// The largest score of a head (AttentionProblem::max_logit) or of a block (BlockMaximaPass): warps raise it to the largest of
+// their own scores, in any order.
 #pragma once
 
 #include "../../hw/math.cuh"

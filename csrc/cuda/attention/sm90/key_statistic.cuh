@@ -2,14 +2,14 @@
 // of keys and writes no score.
 //
 // A CTA owns a tile of keys of one head: math warpgroups with 64 keys each, in registers, and a warp that loads blocks of
-// queries, and their lse if the statistic reads it. While the tensor cores compute the scores of one warpgroup, the others make
-// statistics of theirs.
+// queries, and their lse if the statistic reads it. While the tensor cores compute the scores of one warpgroup, the other
+// warpgroups add theirs to the statistic.
 //
 // A statistic is a struct of parameters, which the arguments hold, with
 //   kReadsLse      whether it reads the queries' lse
 //   kMissingCount  whether queries that do not exist may be taken like others where they are not hidden
-//   Sums<kQueries> what a warp keeps of its sixteen keys: add<kHides>(statistic, scores, place) takes a block of scores, the
-//                  hidden ones of which are -inf, and store(statistic, place) ends.
+//   Sums<kQueries> what a warp accumulates for its sixteen keys: add<kHides>(statistic, scores, place) adds a block of
+//                  scores, where a hidden score is -inf; store(statistic, place) writes the results after the last block.
 #pragma once
 
 #include "../../hw/compiler.cuh"
