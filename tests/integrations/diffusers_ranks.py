@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-from ranks import joined
+from ranks import end_process, joined
 from torch.distributed.device_mesh import init_device_mesh
 
 import flash_online
@@ -141,3 +141,4 @@ def main(ring: int, ulysses: int) -> None:
 
 
 main(*map(int, sys.argv[1:]))
+end_process()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers
-from ranks import joined
+from ranks import end_process, joined
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -67,3 +67,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import joined
+from ranks import end_process, joined
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
@@ -85,3 +85,4 @@ def main() -> None:
 
 
 main()
+end_process()
