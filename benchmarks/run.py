@@ -213,8 +213,8 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add_fa3(command)
     general = (
         "only the general kernels, which every GPU but Hopper's runs anyway: cells of their own against FlashAttention-2, or "
+        "those of --sparse against FlexAttention"
     )
-    general += "those of --sparse against FlexAttention"
     command.add_argument("--kernel", choices=("sm80",), help=general)
     command.add_argument("--sparse", action="store_true", help="the cells with spans and lists of blocks instead of all others")
     command = add("decode", run_decode, "attention over cached keys on a GPU, against FA3, cuDNN, torch and FlashInfer")

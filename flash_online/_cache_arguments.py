@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ._canonicalize import autocasts
 from ._checks import check_flag, check_floating, check_int, check_tensor, has_tangent, is_known
-from ._ops import InvalidArgument, dense_strides_in_order
+from ._ops import SIXTEEN_BITS, InvalidArgument, dense_strides_in_order
 from ._plain import are_plain_numbers, is_compiling
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # dtypes that only caches have
@@ -218,7 +218,7 @@ def check_pool(key_cache: Tensor, value_cache: Tensor, like: Tensor, like_name: 
             f"{list(value_cache.shape)}"
         )
     for name, cache in zip(names, (key_cache, value_cache), strict=True):
-        float8 = cache.dtype in FLOAT8 and like.dtype in (torch.float16, torch.bfloat16)
+        float8 = cache.dtype in FLOAT8 and like.dtype in SIXTEEN_BITS
         if cache.dtype != key_cache.dtype or not (cache.dtype == like.dtype or float8):
             raise InvalidArgument(
                 f"{name}: expected one dtype for both, {like_name}'s {like.dtype} or float8 with 16 bits, got {cache.dtype}"

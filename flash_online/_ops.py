@@ -117,6 +117,7 @@ def implement(name: str, kernel: Callable, device: str) -> None:
 
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes of the kernels' operands
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 def accumulator_of(dtype: torch.dtype) -> torch.dtype:
@@ -616,8 +617,12 @@ def _attention_dropout_mask_vmap(info, in_dims, rng, *options):
 _register("attention_dropout_mask", _attention_dropout_mask_fake, _attention_dropout_mask_vmap, _no_flops)
 
 
+def _blocks(count, size):
+    return (count + size - 1) // size
+
+
 def _block_tiles_fake(counts, indices, rows, columns, queries, keys):
-    return counts.new_empty([*counts.shape[:-1], (queries + 63) // 64, (keys + columns - 1) // columns], dtype=torch.bool)
+    return counts.new_empty([*counts.shape[:-1], _blocks(queries, 64), _blocks(keys, columns)], dtype=torch.bool)
 
 
 def _block_tiles_vmap(info, in_dims, counts, indices, *options):
@@ -628,12 +633,9 @@ def _block_tiles_vmap(info, in_dims, counts, indices, *options):
 _register("block_tiles", _block_tiles_fake, _block_tiles_vmap, _no_flops)
 
 
-def _blocks(rows, size):
-    return (rows.shape[2] + size - 1) // size
-
-
 def _block_means_fake(query, key, *sizes):
-    shapes = ([*rows.shape[:2], _blocks(rows, size), rows.shape[3]] for rows, size in zip((query, key), sizes, strict=True))
+    counts = (_blocks(rows.shape[2], size) for rows, size in zip((query, key), sizes, strict=True))
+    shapes = ([*rows.shape[:2], count, rows.shape[3]] for rows, count in zip((query, key), counts, strict=True))
     return tuple(query.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
@@ -645,7 +647,8 @@ _register("block_means", _block_means_fake, _block_means_vmap, _no_flops)
 
 
 def _block_maxima_fake(query, key, rows, columns, causal, scale):
-    return query.new_empty([*query.shape[:2], _blocks(query, rows), _blocks(key, columns)], dtype=torch.float32)
+    counts = _blocks(query.shape[2], rows), _blocks(key.shape[2], columns)
+    return query.new_empty([*query.shape[:2], *counts], dtype=torch.float32)
 
 
 def _block_maxima_vmap(info, in_dims, *args):

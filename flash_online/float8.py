@@ -12,7 +12,7 @@ from ._autograd import without_derivative
 from ._cache_arguments import check_no_gradient, expand_scale
 from ._canonicalize import autocast, canonicalize, check_attention_options, check_types, window_bounds
 from ._checks import check_float, none_as_zero
-from ._ops import InvalidArgument, UnsupportedDtype, direct_call, ops, surfaced
+from ._ops import SIXTEEN_BITS, InvalidArgument, UnsupportedDtype, direct_call, ops, surfaced
 from ._span_arguments import canonical_spans
 from .attention import operator_scale
 
@@ -23,7 +23,6 @@ __all__ = ["float8_attention"]
 
 _float8_attention = direct_call(ops.float8_attention)
 without_derivative(ops.float8_attention, "attention in float8 is for inference")
-_16_BITS = (torch.float16, torch.bfloat16)
 _E4M3 = torch.float8_e4m3fn
 
 
@@ -155,7 +154,7 @@ def float8_attention(
 def _check_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises unless these are tensors of one dtype that is quantised or e4m3, on one device, and the heads of key and value are
     equal in number."""
-    if query.dtype not in (*_16_BITS, _E4M3):
+    if query.dtype not in (*SIXTEEN_BITS, _E4M3):
         raise UnsupportedDtype(f"query: expected dtype float16, bfloat16 or float8_e4m3fn, got {query.dtype}")
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
@@ -172,10 +171,10 @@ def _check_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _out_dtype(out_dtype: torch.dtype | None, query: Tensor) -> torch.dtype:
     if out_dtype is None:
-        return query.dtype if query.dtype in _16_BITS else torch.bfloat16
+        return query.dtype if query.dtype in SIXTEEN_BITS else torch.bfloat16
     if not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype: expected a torch.dtype or None, got {type(out_dtype).__name__}")
-    if out_dtype not in _16_BITS:
+    if out_dtype not in SIXTEEN_BITS:
         raise InvalidArgument(f"out_dtype: expected float16 or bfloat16, got {out_dtype}")
     return out_dtype
 

@@ -15,12 +15,10 @@ from . import _policy
 from ._autograd import Description, differentiable, lean, unwrap_if_dead
 from ._canonicalize import autocasts
 from ._checks import check_dim, check_dtype, check_flag, check_floating, check_index, check_tensor
-from ._ops import InvalidArgument, accumulator_of, below_autograd, ops, surfaced
+from ._ops import SIXTEEN_BITS, InvalidArgument, accumulator_of, below_autograd, ops, surfaced
 from ._plain import are_plain, is_grad_enabled
 
 __all__ = ["log_softmax", "logsumexp", "softmax", "topk_softmax"]
-
-_16_BIT = (torch.float16, torch.bfloat16)
 
 
 def inner_product(a: Tensor, b: Tensor, dim: int) -> Tensor:
@@ -155,7 +153,7 @@ def softmax_impl(name: str, input, dim, dtype, log: bool) -> Tensor:
         dtype = input.dtype
     else:
         check_floating(f"{name}: result", dtype)
-    if input.dtype != dtype and not (dtype == torch.float32 and input.dtype in _16_BIT):  # the kernel makes that cast
+    if input.dtype != dtype and not (dtype == torch.float32 and input.dtype in SIXTEEN_BITS):  # the kernel makes that cast
         input = input.to(dtype)
     if input.dim() == 0:
         return softmax_rows(input.unsqueeze(0), dim, log, dtype).squeeze(0)
@@ -451,7 +449,7 @@ def topk_softmax(
     classes = input.shape[dim] if input.dim() else 1
     if k < 0 or k > classes:
         raise InvalidArgument(f"k: expected 0 to the {classes} elements of dimension {dim}, got {k}")
-    if input.dtype != dtype and not (dtype == torch.float32 and input.dtype in _16_BIT):
+    if input.dtype != dtype and not (dtype == torch.float32 and input.dtype in SIXTEEN_BITS):
         input = input.to(dtype)
     if input.dim() == 0:
         probabilities, indices = _topk_softmax(input.unsqueeze(0), k, dim, renormalize, dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._ops import SIXTEEN_BITS
 from .._plain import is_compiling
 from .._span_arguments import spans_of_key_mask
 from ..attention import attention, default_scale, try_fast_masked, try_fast_path, try_fast_sparse
@@ -245,7 +246,7 @@ def _attend_plainly(
         if keys < _MANY_KEYS and _is_step(query, key):
             return None
         out = try_fast_path(query, key, value, causal, scale, True)
-    elif visible.padding_spans is not None and query.dtype in _16_BIT and not torch.are_deterministic_algorithms_enabled():
+    elif visible.padding_spans is not None and query.dtype in SIXTEEN_BITS and not torch.are_deterministic_algorithms_enabled():
         out = try_fast_sparse(query, key, value, visible.padding_spans, None, None, causal, scale)
     else:
         out = try_fast_masked(query, key, value, padding, causal, scale, True)
@@ -369,7 +370,6 @@ def _positions(visible: VisibleKeys, queries: int, keys: int) -> dict[str, Any]:
 
 
 _FEW_ROWS = 16  # per key head
-_16_BIT = (torch.float16, torch.bfloat16)  # dtypes of Hopper's kernels for spans
 _MANY_KEYS = 256  # from here on `attention` itself runs in that kernel
 
 

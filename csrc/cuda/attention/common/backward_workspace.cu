@@ -1,4 +1,3 @@
-#include "../../../core/visit.h"
 #include "../../hw/launch.h"
 #include "../../hw/pdl.cuh"
 #include "../sm80/load.cuh"
@@ -6,6 +5,7 @@
 #include "dq_accum.cuh"
 #include "scores.cuh"
 #include "store_rows.cuh"
+#include "visit_element.cuh"
 
 namespace flash_online::cuda {
 

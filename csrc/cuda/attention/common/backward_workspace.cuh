@@ -2,11 +2,7 @@
 // computes the row statistics; the post-passes convert the dQ accumulator to dQ and reduce the gradient of the sinks.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "../../../core/scratch.h"
-#include "../../../core/visit.h"
 #include "../large_rows/large_rows.cuh"
 #include "../masks/visible_blocks.cuh"
 #include "../sm90/tile_cuts.h"
@@ -77,16 +73,6 @@ struct KvGradPartials {
   FLASH_ONLINE_HD int64_t slot_size() const { return int64_t{keys} * (head_dim + head_dim_v); }
   FLASH_ONLINE_HD int64_t count() const { return cuts.parts() * slot_size(); }
 };
-
-// Calls f(Type<Element>) with the element type of a problem that is not float64.
-template <class F>
-void visit_element(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kFloat16: return f(Type<__half>{});
-    case DType::kBFloat16: return f(Type<__nv_bfloat16>{});
-    default: return f(Type<float>{});
-  }
-}
 
 __device__ __forceinline__ ConstView4 as_const(const MutableView4& view) {
   return {view.data, {view.stride[0], view.stride[1], view.stride[2], view.stride[3]}};

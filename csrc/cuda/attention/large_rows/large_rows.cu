@@ -14,6 +14,7 @@
 #include "../common/dropout.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_list.cuh"
+#include "../common/visit_element.cuh"
 #include "../sm80/load.cuh"
 #include "head_dims.h"
 #include "large_rows.cuh"

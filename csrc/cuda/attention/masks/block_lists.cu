@@ -9,6 +9,7 @@
 #include "../../hw/vector.cuh"
 #include "../../hw/warp.h"
 #include "../attention.h"
+#include "../common/visit_element.cuh"
 
 namespace flash_online::cuda {
 namespace {
@@ -190,7 +191,7 @@ void block_topk(const BlockTopkProblem& problem, CUstream_st* stream) {
 }
 
 void block_means(const BlockMeansProblem& problem, CUstream_st* stream) {
-  const auto start = [&]<class T>(T) {
+  const auto start = [&]<class T>(Type<T>) {
     constexpr int kVector = kPerVector<T>;
     int64_t ctas = 0;
     bool vectors = problem.width % kVector == 0;
@@ -206,12 +207,7 @@ void block_means(const BlockMeansProblem& problem, CUstream_st* stream) {
     else
       launch<block_means_kernel<T, 1>>(problem, ctas, kMeansThreads, 0, stream);
   };
-  if (problem.dtype == DType::kFloat16)
-    start(__half{});
-  else if (problem.dtype == DType::kBFloat16)
-    start(__nv_bfloat16{});
-  else
-    start(float{});
+  visit_element(problem.dtype, start);
 }
 
 void fill_block_tiles(const BlockListProblem& problem, CUstream_st* stream) {

@@ -10,6 +10,7 @@
 #include "../common/scores.cuh"
 #include "../common/store_rows.cuh"
 #include "../common/tile_list.cuh"
+#include "../common/visit_element.cuh"
 #include "../kernels.h"
 #include "load.cuh"
 #include "tiles.h"

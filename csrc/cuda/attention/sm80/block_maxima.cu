@@ -8,6 +8,7 @@
 #include "../../mma/gemm.cuh"
 #include "../common/max_logit.cuh"
 #include "../common/scores.cuh"
+#include "../common/visit_element.cuh"
 #include "../kernels.h"
 #include "load.cuh"
 
@@ -113,15 +114,10 @@ void AttentionBlockMaximaSm80<kHeadDim>::run(const BlockMaximaPass& pass, void*,
   const AttentionProblem& p = pass.problem;
   const int64_t ctas = p.batch * p.heads * ceil_div(p.queries, int64_t{kQueries}) * ceil_div(p.keys, int64_t{kKeys});
   const BlockMaximaArguments arguments{.pass = pass, .scale = static_cast<float>(p.scale)};
-  const auto start = [&]<class Element>(Element) {
+  const auto start = [&]<class Element>(Type<Element>) {
     launch<block_maxima_sm80<Element>>(arguments, ctas, kThreads, static_cast<int>(sizeof(BlockMaximaShared<Element>)), stream);
   };
-  if (p.dtype == DType::kFloat16)
-    start(__half{});
-  else if (p.dtype == DType::kBFloat16)
-    start(__nv_bfloat16{});
-  else
-    start(float{});
+  visit_element(p.dtype, start);
 }
 
 template struct AttentionBlockMaximaSm80<kAnyHeadDim>;

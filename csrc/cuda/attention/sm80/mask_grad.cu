@@ -8,6 +8,7 @@
 #include "../../mma/gemm.cuh"
 #include "../common/dropout.cuh"
 #include "../common/scores.cuh"
+#include "../common/visit_element.cuh"
 #include "../masks/mask_grad.h"
 #include "load.cuh"
 
