@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .case import Case
+from .summary import SMALL_CALLS
 
 # The least memory traffic of a row function, in passes over the input: each required read and write once.
 PASSES = {
@@ -19,7 +20,7 @@ PASSES = {
     "topk_softmax": {"forward": 1, "backward": 2},
 }
 ROWS = tuple(PASSES)
-LONG_ROW, FEW_ROWS = 32768, 8
+LONG_ROW, FEW_ROWS, SMALL_CALL = 32768, 8, 64
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class RowCase(Case):
     @property
     def kind(self) -> str:
         """The key of the summary: the mask of attention, the shape of rows."""
+        if math.prod(self.sizes.values()) <= SMALL_CALL:
+            return SMALL_CALLS
         if self.family == "attention":
             kinds = [name if value is True else f"{name} {value}" for name, value in self.options.items() if value is not False]
             return ", ".join(kinds) or "full"
@@ -145,6 +148,7 @@ FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 SHORT = ((16384, 256), (4096, 1024), (16384, 1024), (1024, 4096))  # rows of attention, of small vocabularies
 LONG = ((128, 32768), (512, 32768), (32, 131072), (64, 262144))  # vocabularies
 FEW = ((8, 262144), (1, 1048576))  # one step of decoding: too few rows to keep the threads busy
+SMALL = "64 elements: the time that a call takes the host"
 
 CPU = [
     *(case for dtype in (FLOAT, BFLOAT, HALF) for case in _attention_kinds(dtype)),
@@ -153,6 +157,8 @@ CPU = [
     *_rows("cross_entropy", SHORT + LONG + FEW, (FLOAT, BFLOAT), "reads the logits once, writes none"),
     *_rows("logsumexp", SHORT[1:2] + LONG[1:3] + FEW[:1], (FLOAT, BFLOAT), "the merge itself and nothing else"),
     *_rows("topk_softmax", SHORT + LONG + FEW, (FLOAT, BFLOAT), "the paper's fused top-k: few of many", k=5),
+    *(RowCase("attention", {"B": 1, "H": 1, "L": 8, "E": 8}, {}, dtype, SMALL) for dtype in (FLOAT, BFLOAT)),
+    *(case for name in ("softmax", "log_softmax", "cross_entropy") for case in _rows(name, ((8, 8),), (FLOAT, BFLOAT), SMALL)),
 ]
 
 CUDA = [

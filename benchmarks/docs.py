@@ -34,7 +34,7 @@ BEGIN, END = "<!-- python -m flash_online bench docs writes from here -->", "<!-
 # page -> one or several results -> the function that makes the page's lines; with a * it makes the lines of each such result
 PAGES = {
     ROOT / "README.md": {("attention", "decode", "cuda", "cpu", "training"): readme_page},
-    ROOT / "docs" / "performance" / "rows.md": {"cpu": case_page, "cuda": case_page, "odd": odd_page},
+    ROOT / "docs" / "performance" / "rows.md": {"cpu": case_page, "cpu_*": case_page, "cuda": case_page, "odd": odd_page},
     ROOT / "docs" / "performance" / "attention.md": {
         "attention": attention_page,
         "training": training_page,

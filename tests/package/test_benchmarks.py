@@ -152,6 +152,18 @@ def attention_result(kind, case, providers, group="features", **sizes):
     return facts | {"providers": entries}
 
 
+def test_small_calls_are_judged_by_their_least_times(modules):
+    summary, cases = modules["summary"], modules["cases"].CPU
+    small = [case for case in cases if case.kind == summary.SMALL_CALLS]
+    assert {case.family for case in small} == {"attention", "softmax", "log_softmax", "cross_entropy"}
+    results = [result_of(1.0, 1.0, kind=summary.SMALL_CALLS, case="a"), result_of(0.4, 1.0, kind=summary.SMALL_CALLS, case="b")]
+    results[0]["providers"]["torch"] |= {"forward_ms": 1e9, "backward_ms": 1e9}  # waits: only the least times count
+    targets = summary.targets([result | {"ratio": summary.ratio(result["providers"])} for result in results])
+    found = [target for target in targets if target["target"].startswith("calls of 64 elements")]
+    assert [(target["target"].split()[-1], target["met"]) for target in found] == [("forward", False), ("step", True)]
+    assert [target["worst"] for target in found] == [pytest.approx(0.4), pytest.approx((0.4 * 1 + 2) / 3)]
+
+
 def test_attentions_targets_and_means(modules):
     tables = modules["attention.summary"]
     peers = {"FA3": (1.0, 2.0), "cuDNN": (2.0, 1.0), "torch flash": (4.0, 4.0), "torch math": (0.1, 0.1)}
