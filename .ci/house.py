@@ -70,7 +70,7 @@ def full_folders(files: list[Path]) -> list[str]:
 
 
 def part_of(page: Path, heading: str) -> list[str]:
-    """The lines of a page behind a heading, up to the next one of its rank."""
+    """The lines of a page after a heading, up to the next one of its rank."""
     return (ROOT / page).read_text().partition(f"\n{heading}\n")[2].partition("\n## ")[0].splitlines()
 
 

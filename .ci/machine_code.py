@@ -26,14 +26,14 @@ from pathlib import Path
 
 
 def output(*command: str) -> str:
-    path = f"{Path(command[0]).parent}:{os.environ['PATH']}"  # cuobjdump calls the nvdisasm beside it
+    path = f"{Path(command[0]).parent}:{os.environ['PATH']}"  # cuobjdump calls the nvdisasm next to it
     run = subprocess.run(command, capture_output=True, text=True, errors="replace", env={**os.environ, "PATH": path})
     return run.stdout if run.returncode == 0 else sys.exit(f"machine_code: {' '.join(command)}: {run.stderr or run.stdout}")
 
 
 @functools.cache
 def cuobjdump() -> str:
-    """PATH's, or that of the package nvidia-cuda-cuobjdump; the one that comes with a toolkit stands beside nvcc."""
+    """PATH's, or that of the package nvidia-cuda-cuobjdump; the one that comes with a toolkit stands next to nvcc."""
     packaged = (Path(folder, "nvidia/cu13/bin/cuobjdump") for folder in sys.path)
     found = shutil.which("cuobjdump") or next((str(path) for path in packaged if path.is_file()), None)
     return found or sys.exit("machine_code: no cuobjdump in PATH: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
@@ -88,7 +88,7 @@ def functions(path: Path) -> dict[str, dict]:
 
     def close() -> None:
         if name is not None:
-            while code and code[-1].startswith("nop"):  # alignment behind the function
+            while code and code[-1].startswith("nop"):  # alignment after the function
                 code.pop()
             found[name] = {"code": digest(code), "moves": digest(code), "resources": "", "instructions": len(code)}
 

@@ -188,7 +188,7 @@ def attention_page(record: dict) -> list[str]:
         *attention_summary_table(record),
     ]
     if any(r["family"] == "plain" for r in record["results"]):
-        lines += ["", "![Plain attention: TFLOP/s over the length, ours beside the peers](../figures/attention_plain.png)"]
+        lines += ["", "![Plain attention: TFLOP/s over the length, ours and the peers](../figures/attention_plain.png)"]
     return lines + cell_tables(record)
 
 

@@ -86,12 +86,12 @@ def draw_figures(folder: Path) -> None:
 
 def run(check: bool, folder: Path) -> int:
     """Writes tables and figures; with `check` writes nothing and returns 1 if a table is out of date."""
-    behind = [page for page in PAGES if updated(page) != page.read_text()]
+    outdated = [page for page in PAGES if updated(page) != page.read_text()]
     if check:
-        for page in behind:
+        for page in outdated:
             print(f"{page.name} is out of date with benchmarks/results: run python -m flash_online bench docs", file=sys.stderr)
-        return 1 if behind else 0
-    for page in behind:
+        return 1 if outdated else 0
+    for page in outdated:
         page.write_text(updated(page))
     draw_figures(folder)
     return 0

@@ -94,7 +94,7 @@ def _enable(stacklevel: int) -> None:
                     )
             # The caller may turn warnings into errors: issue them before anything is replaced.
             for name, function in standing.items():
-                _warn_of_stranger(name, function, "enable", "is replaced until disable(), and not called", stacklevel)
+                _warn_of_other(name, function, "enable", "is replaced until disable(), and not called", stacklevel)
             for name, function in standing.items():
                 # Ours is installed already if a wrapper that disable() had left in place has put it back.
                 is_ours = functional.is_ours(name, function)
@@ -104,7 +104,7 @@ def _enable(stacklevel: int) -> None:
         else:
             for name, function in standing.items():
                 if not _patches.shards(function):
-                    _warn_of_stranger(name, function, "enable", "was installed after the first enable(), and stays", stacklevel)
+                    _warn_of_other(name, function, "enable", "was installed after the first enable(), and stays", stacklevel)
         _depth += 1
 
 
@@ -121,17 +121,17 @@ def _disable(stacklevel: int) -> None:
         _depth -= 1
         if _depth > 0:
             return
-        strangers = {}
+        others = {}
         for name, function in _replaced.items():
             standing = getattr(_torch, name)
             if functional.is_ours(name, standing):
                 _place(name, function)
             elif not _patches.is_torchs(standing):
-                _left[name], strangers[name] = function, standing
+                _left[name], others[name] = function, standing
         _replaced.clear()
         consequence = "was installed after enable() and stays. If it puts flash_online's function back when it ends, "
-        for name, function in strangers.items():
-            _warn_of_stranger(name, function, "disable", consequence + "call disable() once more then", stacklevel)
+        for name, function in others.items():
+            _warn_of_other(name, function, "disable", consequence + "call disable() once more then", stacklevel)
 
 
 def _place(name: str, function: Callable[..., Any]) -> None:
@@ -140,7 +140,7 @@ def _place(name: str, function: Callable[..., Any]) -> None:
         functional.expect(function)
 
 
-def _warn_of_stranger(name: str, function: object, verb: str, consequence: str, stacklevel: int) -> None:
+def _warn_of_other(name: str, function: object, verb: str, consequence: str, stacklevel: int) -> None:
     if functional.is_ours(name, function) or _patches.is_torchs(function) or (verb, name) in _warned:
         return
     _warned.add((verb, name))

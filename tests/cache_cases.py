@@ -65,7 +65,7 @@ class CachedProblem:
     shared_pages: bool = False  # whether the first pages of sequences are the same where they are full
     order: str = "HND"  # of a block in memory: HND (head, row, width) or NHD
     joined: str = ""  # "side by side": keys and values in one row; "latent": values are the first columns of keys
-    gap: int = 0  # elements behind each row
+    gap: int = 0  # elements after each row
     layouts: tuple = ("contiguous",) * 3  # of query, key, value
     rotary: str | None = None  # halves, interleaved
     rotary_width: int = 8
@@ -435,7 +435,7 @@ class CachedProblem:
         return None if scale is None else scale.expand(len(self.lengths), self.heads[1])[n, :, None].to(dtype)
 
     def _check_results(self, out, lse, made: Made, before: Made) -> None:
-        """Compares out and lse with the oracle on the caches that the call left behind: what was rounded there, it must see."""
+        """Compares out and lse with the oracle on the caches that the call left: what was rounded there, it must see."""
         caches = tuple(
             buffer_view.as_strided(cache.shape, cache.stride(), cache.storage_offset())
             for cache, buffer_view in zip(made.caches, [b.cpu() for b in made.buffers] * 2, strict=False)

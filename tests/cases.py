@@ -6,7 +6,7 @@ import torch
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
-# Lengths on and beside every power of two that a tile, a vector or a thread's share may have, and 1. Pairs rather than the
+# Lengths on and next to every power of two that a tile, a vector or a thread's share may have, and 1. Pairs rather than the
 # whole square: a query block's edge and a key block's edge are met separately and once together.
 EDGES = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257]
 EDGE_LENGTHS = [(n, 33) for n in EDGES] + [(33, n) for n in EDGES if n != 33] + [(n, n) for n in (1, 64, 65, 128, 129, 257)]
@@ -28,7 +28,7 @@ MASK_SHAPES = [(1, 0, 0, 1), (0, 1, 1, 1), (0, 0, 1, 1), (1, 0, 1, 1), (1, 1, 1,
 MASK_RANKS = [4, 3, 2, 1]
 
 # Options that change a score or which keys are seen, alone and in the combinations that meet in one code path: every rule of
-# position with both alignments; every transformation of the score before and after the softcap; sinks beside rows without
+# position with both alignments; every transformation of the score before and after the softcap; sinks with rows without
 # keys; windows that no key falls into.
 OPTIONS = {
     "plain": {},

@@ -29,7 +29,7 @@ class Case:
     plain: Callable[..., Tensor | tuple[Tensor, ...]]
     shapes: Callable[[int], list[tuple[int, ...]]]
     rest: Callable[[int], list[Tensor]] = lambda n: []
-    wide: tuple[int, ...] = ()  # the leaves that are float32 beside 16-bit ones: statistics, sinks, slopes
+    wide: tuple[int, ...] = ()  # the leaves that are float32 with 16-bit ones: statistics, sinks, slopes
 
     def inputs(self, n: int, dtype: torch.dtype, device: str) -> tuple[list[Tensor], list[Tensor]]:
         """The leaves and the rest at this n, equal numbers on every device."""
@@ -294,7 +294,7 @@ WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.25, 1.5, 0.75])
 
 
 def loss_case(name: str, module, *, weighted: bool = False, soft: bool = False, **options):
-    """A case of a module's cross_entropy. Class weights beside logits of 16 bits are float32, which flash_online's takes."""
+    """A case of a module's cross_entropy. Class weights with logits of 16 bits are float32, which flash_online's takes."""
 
     def call(function):
         def loss(x, *rest):

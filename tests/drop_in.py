@@ -1,4 +1,4 @@
-"""Functions of flash_online.functional beside torch's own: values, gradients and exceptions."""
+"""Functions of flash_online.functional against torch's own: values, gradients and exceptions."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def run(function, args, kwargs, grads, convert):
 
 
 def compare(ours, theirs, args, kwargs, *, seed=0, bare=False):
-    """Values, dtypes, shapes and gradients of `ours` beside torch's function, in its dtype and in float64; by the rule of the
-    tolerance and nothing beside it where `bare`."""
+    """Values, dtypes, shapes and gradients of `ours` against torch's function, in its dtype and in float64; by the rule of the
+    tolerance and nothing else where `bare`."""
     g = torch.Generator().manual_seed(seed)
     may_fuse = ours is F.scaled_dot_product_attention and not torchs_fused_kernels_fault(*args[3:4], **kwargs)
     if ours is F.scaled_dot_product_attention and not may_fuse:

@@ -67,7 +67,7 @@ OPTIONS = {
     "input_dtype": torch.float32, "dtype": torch.float32, "ignore_index": -100, "label_smoothing": 0.0, "target_grad": False,
     "forward": True, "mean": True, "renormalize": False, "splits": 2,
 }  # fmt: skip
-FIRST = ("query", "input", "outs")  # the tensors that the others must be beside
+FIRST = ("query", "input", "outs")  # the tensors that the others must be with
 PUBLIC_NAMES = {"lengths": "cache_seqlens"}  # what messages call an argument by
 CALLS = _calls()
 

@@ -386,7 +386,7 @@ def _rms(tensor: torch.Tensor) -> float:
 
 
 def compare_with_reference(name: str, *args, **kwargs) -> None:
-    """flash_online.<name>(*args, **kwargs), its results and gradients, beside the reference of the same name."""
+    """flash_online.<name>(*args, **kwargs), its results and gradients, against the reference of the same name."""
     g = torch.Generator().manual_seed(1)
 
     def run(module, convert, grads, indices=None):

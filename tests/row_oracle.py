@@ -1,4 +1,4 @@
-"""Softmaxes, losses and top k beside torch's own functions in the same dtype and in float64, on the device of their input."""
+"""Softmaxes, losses and top k against torch's own functions in the same dtype and in float64, on the device of their input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def softmax_and_gradient(function, x, dim, grad, dtype=None):
 
 
 def compare_softmaxes(x, dim, dtype=None, grad=None):
-    """Both functions on x beside torch's and float64's, forward and backward."""
+    """Both functions on x against torch's and float64's, forward and backward."""
     grad = torch.randn(x.shape, device=x.device).to(dtype or x.dtype) if grad is None else grad
     for name in ("softmax", "log_softmax"):
         ours = softmax_and_gradient(getattr(flash_online.functional, name), x, dim, grad, dtype)
@@ -86,7 +86,7 @@ def reference_loss(x, target, weight, options, z_loss=0.0):
 
 
 def compare_loss(x, target, weight=None, z_loss=0.0, **options):
-    """Loss, lse and every gradient beside torch's and float64's; compared in float32, whatever the logits are."""
+    """Loss, lse and every gradient against torch's and float64's; compared in float32, whatever the logits are."""
     given = [x, target] if target.is_floating_point() else [x]
     grads = None
     results = []
@@ -119,7 +119,7 @@ def random_targets(x, ignored=True):
 
 
 def compare_topk(x, k, dim=-1, **options):
-    """Values, indices and gradient beside float64's; equal elements in any order."""
+    """Values, indices and gradient against float64's; equal elements in any order."""
     y = x.detach().requires_grad_()
     probabilities, at = flash_online.topk_softmax(y, k, dim, **options)
     exact = torch.softmax(x.double(), dim)

@@ -367,7 +367,7 @@ class Requests:
 
     def new(self, scheduled: dict[int, int], spare: int = 0):
         """query, key and value of a step, `[tokens, heads, width]` in one memory as of a fused projection, in the order of
-        `scheduled` (request: new tokens), with `spare` rows of NaN behind them; lengths grow."""
+        `scheduled` (request: new tokens), with `spare` rows of NaN after them; lengths grow."""
         tokens = sum(scheduled.values())
         (query_heads, key_heads), (width, value_width) = self.heads, self.widths
         sizes = [query_heads * width, key_heads * width, key_heads * value_width]

@@ -1,4 +1,4 @@
-"""Tiny random models of the model types that the installed transformers knows, through our attention beside the host's eager
+"""Tiny random models of the model types that the installed transformers knows, through our attention against the host's eager
 attention. Nothing is downloaded.
 
     python tests/transformers_zoo.py [type ...]      a line for each model, and how many there are of each verdict

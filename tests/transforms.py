@@ -1,4 +1,4 @@
-"""Ways to differentiate a function of tensors, and ways for it to reach whoever differentiates it: called, compiled, exported
+"""Ways to differentiate a function of tensors, and ways for it to reach what differentiates it: called, compiled, exported
 and traced."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // Reads a buffer once and keeps nothing of it: what attention over cached keys would take if it did nothing but read them.
-// NVRTC compiles this file, so that it needs no compiler beside torch.
+// NVRTC compiles this file, so that it needs no compiler besides torch.
 
 constexpr int kAtOnce = 8; // loads of 16 bytes that a thread has on their way
 

@@ -81,7 +81,7 @@ class Faster:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Compared:
     """The most that a call may take compared with the same problem in another form: `times` its time, or `us` more."""
 
     name: str
@@ -103,13 +103,13 @@ FASTER = (
     Faster("lengths", _of("options", "lengths"), (FA3,), 1.15),
     Faster("prefill in chunks", _of("prefill"), (FA3,), 1.1),
 )
-BESIDE = (
-    Beside("float8 beside 16 bits", _of("float8", "many sequences"), WIDE, times=0.55),
-    Beside("pages beside a contiguous cache", _of("prefill", "in chunks, paged"), CONTIGUOUS, times=1.05),
-    Beside("an append", _of("append", B=1), PLAIN, us=1.5),
-    Beside("an append", _of("append", B=64), PLAIN, us=3.0),
-    Beside("num_splits 4", _of("splits", B=32), ANY_SPLITS, times=1.05),
-    Beside("num_splits 16", _of("splits", B=1), ANY_SPLITS, times=1.15),
+COMPARED = (
+    Compared("float8 compared with 16 bits", _of("float8", "many sequences"), WIDE, times=0.55),
+    Compared("pages compared with a contiguous cache", _of("prefill", "in chunks, paged"), CONTIGUOUS, times=1.05),
+    Compared("an append", _of("append", B=1), PLAIN, us=1.5),
+    Compared("an append", _of("append", B=64), PLAIN, us=3.0),
+    Compared("num_splits 4", _of("splits", B=32), ANY_SPLITS, times=1.05),
+    Compared("num_splits 16", _of("splits", B=1), ANY_SPLITS, times=1.15),
 )
 
 
@@ -132,7 +132,7 @@ def targets(results: list[dict]) -> list[dict]:
                     "met": worst >= target.each,
                 }
             )
-    for target in BESIDE:
+    for target in COMPARED:
         for result in filter(target.members, results):
             ours, other = (result["providers"].get(name, {}).get("us") for name in (OURS, target.other))
             if ours is not None and other is not None:

@@ -143,7 +143,7 @@ def _agreement_of(group: Group) -> _Agreement:
 
 
 def _is_for_cpu(group: dist.ProcessGroup) -> bool:
-    """Whether the group has one backend, which takes CPU tensors: whoever uses it waits for the other hosts anyway."""
+    """Whether the group has one backend, which takes CPU tensors: its users wait for the other hosts anyway."""
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     return "cpu" in backends and len(set(backends.values())) == 1
 

@@ -176,7 +176,7 @@ def context_parallel_attention(
         InvalidArgument (a RuntimeError and ValueError): an argument is invalid, or the ranks' calls differ (shapes, dtypes,
             options, what requires a gradient). All ranks raise it, even if only one is wrong; over NCCL one call late, or in
             the backward pass, and then at every later call on the group. A rank whose own argument is invalid raises at once.
-        RuntimeError: a rank makes no call: whoever waits for it ends at the group's timeout.
+        RuntimeError: a rank makes no call: a rank that waits for it ends at the group's timeout.
         NotImplementedError: the device has no kernel for this call; or a second derivative with gathered keys.
 
     Backward passes communicate too: every rank runs them, in the same order. The ranks' calls are not compared under

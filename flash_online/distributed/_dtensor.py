@@ -80,7 +80,7 @@ def _placements(specs, placement) -> list:
 
 
 def _cut_spans(specs, dim: int, cut) -> list:
-    """Placements of the arguments behind an operator's tensors and results: spans, if there are any, are whole where they are
+    """Placements of the arguments after an operator's tensors and results: spans, if there are any, are whole where they are
     broadcast."""
     from torch.distributed.tensor import Replicate
 

@@ -104,8 +104,8 @@ class _Ulysses(Function):
     """(call, query, key, value, slopes, sinks, starts, query_spans, key_spans) -> (out, lse or None; query, key and value of
     all rows and this rank's heads).
 
-    Nobody uses the last three, but the backward pass saves them as results. Where it is differentiated itself, their gradients
-    come back to this Function, which exchanges them for those of the inputs: no input has to be saved."""
+    The caller does not use the last three; the backward pass saves them as results. Where it is differentiated itself, their
+    gradients come back to this Function, which exchanges them for those of the inputs: no input has to be saved."""
 
     @staticmethod
     def forward(ctx, call: EagerCall, query, key, value, slopes, sinks, starts, query_spans, key_spans):

@@ -184,7 +184,7 @@ def check_long_descriptions(rank, ranks):
 
 
 def check_groups_end(rank, ranks):
-    """A group that is destroyed with a comparison pending leaves nothing behind."""
+    """A group that is destroyed with a comparison pending is freed."""
     group = late_group()
     agree(group, n=1)
     gone = weakref.ref(group)
@@ -195,7 +195,7 @@ def check_groups_end(rank, ranks):
 
 
 def dead(rank, ranks):
-    """The last rank does not come: whoever waits for the comparison ends by the group's timeout, and the group is refused."""
+    """The last rank does not come: ranks that wait for the comparison end by the timeout, and the group is refused."""
     group = late_group(SECONDS)
     agree(group, n=1)
     if rank == ranks - 1:

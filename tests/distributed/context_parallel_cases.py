@@ -114,7 +114,7 @@ def gradients(results, tensors, sinks, weights):
 
 
 def compare(call, one_process, wholes, weights, dims, heads, sinks, ranks, methods=METHODS):
-    """A call on the rows of every rank, by each method and layout, beside one process: out and lse bit for bit, and gradients
+    """A call on the rows of every rank, by each method and layout, against one process: out and lse bit for bit, and gradients
     as far as they are promised."""
     wide_sinks = None if sinks is None else sinks.detach().double().requires_grad_()
     expected = one_process(*wholes, sinks)
@@ -198,7 +198,7 @@ def check_packed(rank, ranks):
 
 
 def check_random(rank, ranks):
-    """Combinations that nobody thought of."""
+    """Random combinations of options."""
     for seed in range(30):
         draw = random.Random(seed)
         rows = 2 * ranks * draw.choice([1, 2, 5, 11, 23])

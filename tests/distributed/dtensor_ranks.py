@@ -1,4 +1,4 @@
-"""What test_dtensor.py runs on 2 ranks, a mesh of one dimension, and on 4, a mesh of 2 x 2: our functions on DTensors beside
+"""What test_dtensor.py runs on 2 ranks, a mesh of one dimension, and on 4, a mesh of 2 x 2: our functions on DTensors against
 the same on plain tensors, bit for bit, without communication."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Compared:
         self.mesh = mesh
 
     def check(self, function, tensors, placements, exact=True, quiet=True, reduced=()):
-        """function(*tensors) on DTensors placed so, beside plain ones: results and gradients. `quiet`: no communication.
+        """function(*tensors) on DTensors placed so, against plain ones: results and gradients. `quiet`: no communication.
         `reduced`: the numbers of tensors whose gradient is a pending sum, or is summed in another order."""
         plain = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         expected = function(*plain)

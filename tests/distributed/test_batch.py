@@ -1,4 +1,4 @@
-"""shard_batch: a model's loss over ranks beside that of one process."""
+"""shard_batch: a model's loss over ranks against that of one process."""
 
 from __future__ import annotations
 

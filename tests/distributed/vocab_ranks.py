@@ -1,4 +1,4 @@
-"""What test_vocab.py runs on 2 and 4 ranks: the loss over a vocabulary that is cut, beside one process and float64."""
+"""What test_vocab.py runs on 2 and 4 ranks: the loss over a vocabulary that is cut, against one process and float64."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Ranks:
         return results if isinstance(results, tuple) else (results,), leaves
 
     def compare(self, tensors, target, cut, group=None, **options):
-        """Every result and gradient beside float64, within what one process's error allows; equal on all ranks to the bit."""
+        """Every result and gradient against float64, within what one process's error allows; equal on all ranks to the bit."""
         first, count = cut[dist.get_rank(group)]
         input, _, bias = tensors
         everything = {f"return_{name}": True for name in ("lse", "z_loss", "argmax", "entropy")} | {"dtype": torch.float32}
@@ -189,7 +189,7 @@ def edges(us: Ranks) -> None:
         (loss,), leaves = us.call(tensors, target, cut, reduction="sum", **options)
         loss.backward()
         assert loss.item() == 0 and all(not t.grad.any() for t in leaves), options
-    # One ignored row of NaN beside others leaves their gradients finite.
+    # One ignored row of NaN with others leaves their gradients finite.
     tensors, target = made(101, torch.float32)
     target[3] = -100
     clean, expected = us.call(tensors, target, cut, label_smoothing=0.1)
@@ -246,7 +246,7 @@ def edges(us: Ranks) -> None:
 
 
 def derivatives(us: Ranks) -> None:
-    """Second derivatives, beside one process's in float64."""
+    """Second derivatives, against one process's in float64."""
     for classes in (11, 3):
         cut = cuts(classes, us.ranks)
         first, count = cut[us.rank]

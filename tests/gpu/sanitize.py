@@ -76,7 +76,7 @@ class Report:
 
 
 def find_sanitizer() -> str | None:
-    """The program, from PATH, a CUDA toolkit, or PyPI's package nvidia-cuda-sanitizer-api beside this Python."""
+    """The program, from PATH, a CUDA toolkit, or PyPI's package nvidia-cuda-sanitizer-api next to this Python."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
     places = [Path(home) / "bin" / "compute-sanitizer" for home in homes if home]
     places += [Path(folder) / "nvidia/cu13/bin/compute-sanitizer" for folder in sys.path if folder]

@@ -271,7 +271,7 @@ def cached(lengths=(300, 0, 77), head_dim=64, page=16, dtype=torch.bfloat16, cac
 
 
 def decode(page, **options):
-    """A step of decoding alone, whose lse nobody wants."""
+    """A step of decoding alone, whose lse is not asked for."""
 
     def call():
         pools = [randn(60, 2, page, 64, grad=False) for _ in range(2)]
@@ -297,7 +297,7 @@ def dense_keys(batch, heads=(8, 2), keys=1200, head_dim=128, function=None, **op
 
 def few_queries(heads=(8, 2), queries=1, head_dim=128, lengths=(700, 0, 33), page=16, cache_dtype=None, starts=None, **options):
     """Queries over pages, dense or packed from `starts` on: the family for steps of decoding takes them where there are at most
-    16 rows per key head or pages that Hopper does not take, but for num_splits beside packed queries."""
+    16 rows per key head or pages that Hopper does not take, but for num_splits with packed queries."""
 
     def call():
         entries = max(lengths) // page + 1

@@ -1,4 +1,4 @@
-"""The forward pass beside collectives, by the kernels of packed sequences, has the bits of the dense one."""
+"""The forward pass while collectives run, by the kernels of packed sequences, has the bits of the dense one."""
 
 import pytest
 import torch

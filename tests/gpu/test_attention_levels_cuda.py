@@ -264,7 +264,7 @@ def test_the_only_key_has_weight_one(dtype, width, sign):
 @pytest.mark.parametrize("sinks", [-5.0, 3.0, 1e6])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sinks(dtype, sinks):
-    """A sink beside large scores: they leave it nothing, or it leaves them nothing."""
+    """A sink with large scores: they leave it nothing, or it leaves them nothing."""
     for level in levels(dtype):
         problem = Problem(dtype, (200, 333, 64), level)
         leaf = torch.full((2,), sinks, device="cuda").requires_grad_()

@@ -1,5 +1,5 @@
 """Row independence on CUDA: out and lse of a query depend on its own row, the keys that it sees and the options alone, bit for
-bit. Not on the other queries of its tile, on the batch, on the heads beside it, nor on where a sequence is cut into calls.
+bit. Not on the other queries of its tile, on the batch, on the heads next to it, nor on where a sequence is cut into calls.
 
 Keys grow along the sequence in most tests, so that a row's maximum has to be moved again and again; neighbours with scores many
 times as large need that at other keys than the row does.
@@ -105,7 +105,7 @@ def test_other_queries_of_the_tile(dtype, head_dim, name):
     for factor in (0.0, -1.0, 40.0):
         others = torch.where(kept[:, None], q, q * factor)
         got = attend(others, k, v, **options)
-        assert_same([x[:, :, kept] for x in got], [x[:, :, kept] for x in expected], f"rows beside others times {factor}")
+        assert_same([x[:, :, kept] for x in got], [x[:, :, kept] for x in expected], f"rows next to others times {factor}")
 
 
 @pytest.mark.parametrize("name", OPTIONS)

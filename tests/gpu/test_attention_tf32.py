@@ -182,7 +182,7 @@ def test_backward_of_any_strides(layout):
 @pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_backward_of_packed_sequences_beside_infinities(head_dim):
-    """What lies beside a sequence, in the same tiles, has no part in its gradients; padding rows have none."""
+    """What lies next to a sequence, in the same tiles, has no part in its gradients; padding rows have none."""
     starts = torch.tensor([3, 3, 73, 74, 331], dtype=torch.int32, device="cuda")
     total = 350
     leaves = [torch.randn(total, h, head_dim, device="cuda") for h in (4, 2, 2)]

@@ -1,5 +1,5 @@
 """These tests ask whether a step of decoding on CUDA has the same bits whenever it runs: again, in another batch or other
-pages, beside another stream, as a replay of a graph, with lse or without, and right behind other calls."""
+pages, while another stream runs, as a replay of a graph, with lse or without, and right after other calls."""
 
 from __future__ import annotations
 

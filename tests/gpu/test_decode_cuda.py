@@ -320,7 +320,7 @@ def test_lengths_at_every_edge_of_latent_keys(heads, page, splits):
     [(1, 1), (3, 3), (8, 4), (33, 1), (16, 3), (63, 1), (16, 4), (65, 1), (64, 2), (127, 1), (16, 8), (43, 3)],
 )
 def test_rows_of_latent_keys(heads, queries):
-    """Up to 32 rows a warp of the Hopper kernel has 8 of them, up to 64 it has 16; behind them another item begins."""
+    """Up to 32 rows a warp of the Hopper kernel has 8 of them, up to 64 it has 16; after them another item begins."""
     check_latent(heads, lengths=(0, 1, 64, 200, 900), queries=queries)
 
 
@@ -422,7 +422,7 @@ def test_options_of_tiles(more, queries):
 @pytest.mark.parametrize("capacity", [3003, ROOM])
 @pytest.mark.parametrize("queries", [(3, 0, 4, 1), (60, 0, 7, 1), (1, 300, 2, 2)])
 def test_tiles_of_packed_queries(queries, capacity):
-    """Sequences of one tile beside one of many: each has its own tiles on the line."""
+    """Sequences of one tile with one of many: each has its own tiles on the line."""
     lengths = (3000, 500, 0, 1200)
     check(lengths=lengths, queries=queries, heads=(16, 2), head_dims=(128, 128), capacity=capacity, sinks=True)
 

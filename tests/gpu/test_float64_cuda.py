@@ -1,5 +1,5 @@
-"""float64 on CUDA: random attention beside the reference, at lengths and head dims around the kernels' tiles, and rows of every
-kind. Derivatives by finite differences are in tests/torch_api/test_autograd.py, for both devices."""
+"""float64 on CUDA: random attention against the reference, at lengths and head dims around the kernels' tiles, and rows of
+every kind. Derivatives by finite differences are in tests/torch_api/test_autograd.py, for both devices."""
 
 from __future__ import annotations
 

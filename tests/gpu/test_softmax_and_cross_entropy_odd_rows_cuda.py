@@ -1,5 +1,5 @@
 """Rows of any width and at any alignment on CUDA: blocks of short rows, which pass through shared memory, and long rows that
-are no whole number of vectors. A row has the same bits wherever it lies and whatever lies beside it."""
+are no whole number of vectors. A row has the same bits wherever it lies and whatever lies next to it."""
 
 from __future__ import annotations
 

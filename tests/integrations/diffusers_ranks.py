@@ -1,4 +1,4 @@
-"""What test_diffusers.py runs on several ranks: diffusers' context parallelism with our backend, beside one process."""
+"""What test_diffusers.py runs on several ranks: diffusers' context parallelism with our backend, against one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(ring: int, ulysses: int) -> None:
         alone = ring == 1
 
         def compare(dtype, atol, *, keys=48, width=16, mask=None, shard=None, scale=None, config=None, grad=True, lse=False):
-            """The call on shards of rows beside flash_online.attention on all of them; `mask` is the whole one."""
+            """The call on shards of rows against flash_online.attention on all of them; `mask` is the whole one."""
             config = config or parallel(mesh, ring, ulysses)
             torch.manual_seed(0)
             shapes = ((2, 48, 4, 16), (2, keys, 4, 16), (2, keys, 4, width))

@@ -1,4 +1,4 @@
-"""What test_fused_loss.py runs on two ranks: models under FSDP2 with fuse_loss, beside the same ones without it."""
+"""What test_fused_loss.py runs on two ranks: models under FSDP2 with fuse_loss, against the same ones without it."""
 
 from __future__ import annotations
 

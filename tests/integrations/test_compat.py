@@ -1,4 +1,4 @@
-"""flash_online.compat: FlashAttention's functions beside the float64 reference and torch, signatures, and what is refused."""
+"""flash_online.compat: FlashAttention's functions against the float64 reference and torch, signatures, and what is refused."""
 
 from __future__ import annotations
 

@@ -121,12 +121,12 @@ def test_the_real_package_is_never_hidden(tmp_path, monkeypatch):
     assert flash_attn.real and sys.modules.pop("flash_attn") is flash_attn
 
 
-@pytest.mark.parametrize("stranger", [types.ModuleType("flash_attn"), None])
-def test_strangers_in_sys_modules_stay(stranger):
-    sys.modules["flash_attn"] = stranger
+@pytest.mark.parametrize("standing", [types.ModuleType("flash_attn"), None])
+def test_other_modules_in_sys_modules_stay(standing):
+    sys.modules["flash_attn"] = standing
     with pytest.raises(RuntimeError, match="install: sys.modules holds a flash_attn already"):
         compat.install()
-    assert sys.modules.pop("flash_attn") is stranger and not theirs()
+    assert sys.modules.pop("flash_attn") is standing and not theirs()
 
 
 def test_a_module_put_in_our_place_stays():

@@ -1,5 +1,5 @@
-"""The backend of diffusers: models and single calls beside its native backend and flash_online.attention, the registration, and
-diffusers' context parallelism."""
+"""The backend of diffusers: models and single calls against its native backend and flash_online.attention, the registration,
+and diffusers' context parallelism."""
 
 from __future__ import annotations
 

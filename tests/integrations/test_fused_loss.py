@@ -1,4 +1,4 @@
-"""fuse_loss: models of transformers with the loss by linear_cross_entropy, beside the same models without it."""
+"""fuse_loss: models of transformers with the loss by linear_cross_entropy, against the same models without it."""
 
 from __future__ import annotations
 

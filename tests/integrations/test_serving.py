@@ -1,5 +1,5 @@
 """The attention backends of vLLM and SGLang against recorded interfaces (tests/serving_hosts.py): steps as the engines make
-them, over caches that are NaN but for the keys of requests, beside an oracle with contiguous caches. The engines do not run."""
+them, over caches that are NaN but for the keys of requests, against an oracle with contiguous caches. No engine runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from flash_online import _policy
 from flash_online.integrations import _vllm_layer, sglang, vllm
 from flash_online.testing import assert_close_to_float64
 
-# Request: new tokens. Prompts, whole and in chunks, beside requests that decode, and then requests that decode alone.
+# Request: new tokens. Prompts, whole and in chunks, with requests that decode, and then requests that decode alone.
 STEPS = ({0: 7, 1: 33}, {1: 1, 0: 1, 2: 20}, {2: 13, 0: 1, 1: 4, 3: 1}, {3: 1, 1: 1, 0: 1, 2: 1}, {0: 1})
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -159,7 +159,7 @@ class VllmEngine:
         return [pages[i // self.page] * self.page + i % self.page for i in range(begin, end)]
 
     def step(self, scheduled, padding="none", causal=True):
-        """The output and the rows of a step. `padding`: "none"; "eager": rows behind the step's tokens, which nobody counts;
+        """The output and the rows of a step. `padding`: "none"; "eager": rows after the step's tokens, which no request counts;
         "graph": tokens and requests that count, of which slots and lengths say that they are none."""
         requests, spare = self.requests, 0 if padding == "none" else 5
         rows = requests.new(scheduled, spare)

@@ -28,7 +28,7 @@ FLASH = torch.ops.aten._flash_attention_forward.default
 
 @pytest.fixture
 def active():
-    """Our kernels behind torch's flash operators, which alone are allowed."""
+    """Our kernels under torch's flash operators, which alone are allowed."""
     torch_sdpa.activate()
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         yield
@@ -453,7 +453,7 @@ SCALES = ("query_scale", "key_scale", "value_scale")
 
 @pytest.fixture
 def float8():
-    """Our kernels behind the overloads, on the device that it returns: by the switch, or on the CPU, where torch has none."""
+    """Our kernels under the overloads, on the device that it returns: by the switch, or on the CPU, where torch has none."""
     if torch.cuda.is_available():
         skip_without_kernel("cuda")
         torch_sdpa.activate()

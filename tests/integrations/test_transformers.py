@@ -652,7 +652,7 @@ def test_position_bias_with_padding(device, dtype, heads, batch_of_bias, scaling
 
 
 def test_position_bias_beside_other_masks():
-    """Causal rule, softcap, documents and dense masks beside a bias."""
+    """Causal rule, softcap, documents and dense masks with a bias."""
     module, (query, key, value) = nn.Module().eval(), torch.randn(3, 2, 2, 12, 8)
     bias, padding = torch.randn(1, 2, 12, 12), torch.ones(2, 12, dtype=torch.bool)
     padding[1, :4] = False

@@ -231,7 +231,7 @@ def test_lse_far_from_zero(shift, device):
 
 
 def test_mask_of_the_smallest_number_is_not_minus_infinity(device):
-    """finfo.min hides keys beside others, as transformers' masks do; alone it leaves a plain mean."""
+    """finfo.min hides keys with others, as transformers' masks do; alone it leaves a plain mean."""
     query, key, value = (torch.randn(1, 1, 4, 8, device=device) for _ in range(3))
     mask = torch.full((4, 4), torch.finfo(torch.float32).min, device=device)
     out = flash_online.attention(query, key, value, mask=mask)
@@ -321,7 +321,7 @@ def test_same_bits_run_to_run(device):
 @pytest.mark.parametrize("size", [1.0, 2.0, 4.0])  # scores up to 4, 16, 64
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_same_bits_alone_and_in_a_batch(dtype, size, device):
-    """A row's result does not depend on the batch that it sits in, nor on the rows beside it."""
+    """A row's result does not depend on the batch that it sits in, nor on the rows next to it."""
     query, key, value = (random_tensor(5, 3, n, 16, dtype=dtype, scale=size, device=device) for n in (70, 90, 90))
     together = flash_online.attention(query, key, value, return_lse=True)
     for b in range(5):
@@ -346,7 +346,7 @@ def _forward_and_backward(problem, deterministic, *, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.999, 1.0])
 def test_dropout_drops_what_the_rule_says(dtype, dropout_p, device):
-    """Beside the reference with the same (seed, offset): the mask is Philox of the position and nothing else."""
+    """Against the reference with the same (seed, offset): the mask is Philox of the position and nothing else."""
     options = {"dropout_p": dropout_p}
     Attention(dtype=dtype, heads=(4, 2, 2), lengths=(33, 70), options=options).check(device)
     Attention(dtype=dtype, batch=(2, 2), lengths=(5, 6), options=options | {"causal": True}, mask="float", sinks=True).check(

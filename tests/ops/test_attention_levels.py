@@ -202,7 +202,7 @@ TINY = {
     "values near 2^-126": (1, 1, 1e-36, 1),
     "keys": (1, 1e-39, 1, 1),
     "queries": (1e-39, 1, 1, 1),
-    "queries beside large keys": (1e-39, 3e37, 1, 1),
+    "queries with large keys": (1e-39, 3e37, 1, 1),
     "gradients": (1, 1, 1, 1e-39),
     "products": (1, 1, 1e-20, 1e-19),
     "nothing": (1, 1, 1e-30, 1),

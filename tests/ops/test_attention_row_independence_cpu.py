@@ -1,4 +1,4 @@
-"""Row independence on the CPU: out and lse of a query are bit-equal whatever is computed beside it.
+"""Row independence on the CPU: out and lse of a query are bit-equal whatever is computed with it.
 
 They depend on the query's own row, on the keys and values that it sees, and on the options: not on the other queries of the
 call, on the batch, on other heads, on strides or on threads. The gradients of a head do not depend on other heads or sequences.

@@ -26,7 +26,7 @@ def problem(device, dtype=torch.float32, cache_dtype=None):
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_queries_and_new_keys_are_cast_to_the_caches_dtype(cache_device, cache, given, lower):
-    """Beside a float8 cache to autocast's. The bits are those of a call with tensors that were cast before."""
+    """With a float8 cache to autocast's. The bits are those of a call with tensors that were cast before."""
     (query, key, value), caches = problem(cache_device, given, cache)
     dtype = lower if cache.itemsize == 1 else cache
     lengths, angles = LENGTHS.to(cache_device), torch.rand(20, 8, device=cache_device)
@@ -178,7 +178,7 @@ def test_out_is_memory_of_its_own(cache_device):
         with pytest.raises(InvalidArgument, match=f"^out: expected .*got {what}"):
             flash_online.kvcache_attention(dense, *caches, lengths, out=out)
     memory[:, :, :2] = query
-    flash_online.kvcache_attention(memory[:, :, :2], *caches, lengths, out=memory[:, :, 3:])  # beside it in one storage
+    flash_online.kvcache_attention(memory[:, :, :2], *caches, lengths, out=memory[:, :, 3:])  # next to it in one storage
     assert torch.equal(memory[:, :, 3:], wanted) and torch.equal(memory[:, :, :2], query)
 
 

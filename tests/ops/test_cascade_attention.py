@@ -1,4 +1,4 @@
-"""cascade_attention on both devices: levels of shared keys beside the oracle, which attends once to all keys of a query."""
+"""cascade_attention on both devices: levels of shared keys against the oracle, which attends once to all keys of a query."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on(device, value):
 
 @dataclass
 class Problem:
-    """`levels` has for each level the rows and the keys of its groups. Whatever nobody may see is NaN, and table entries behind
+    """`levels` has for each level the rows and the keys of its groups. What no query may see is NaN, and table entries after
     a group's last page are garbage."""
 
     levels: list = field(default_factory=lambda: [((3,), (37,)), ((1, 1, 1), (5, 0, 16))])

@@ -1,4 +1,4 @@
-"""cross_entropy against the float64 reference; cross_entropy and logsumexp beside torch's own, forward and backward."""
+"""cross_entropy against the float64 reference; cross_entropy and logsumexp against torch's own, forward and backward."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_losses_repeat_for_any_number_of_threads():
         assert all(torch.equal(a, b) for a, b in zip(call(), first, strict=True))
 
 
-# --- cross_entropy and logsumexp beside torch's own --------------------------------------------------------------------------
+# --- cross_entropy and logsumexp against torch's own --------------------------------------------------------------------------
 
 
 # On both sides of every change of the row group, in vectors of 4 and of 8 elements; lengths after which the next row is not

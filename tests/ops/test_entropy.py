@@ -1,4 +1,4 @@
-"""The entropy that the losses return, beside plain torch in float64: what the tests of the losses themselves leave out."""
+"""The entropy that the losses return, against plain torch in float64: what the tests of the losses themselves leave out."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def public_calls(device, TARGET, STARTS, Q, K, V, LOGITS, PACKED):
         ),
         "loss of integers": (lambda: flash_online.cross_entropy(LOGITS, TARGET, dtype=torch.int32), "dtype", "int32"),
         "a scalar's loss": (lambda: flash_online.cross_entropy(torch.tensor(1.0), torch.tensor(0)), "input"),
-        "drop-in: mask beside is_causal": (
+        "drop-in: mask with is_causal": (
             lambda: F.scaled_dot_product_attention(Q, K, V, torch.zeros(5, 7), is_causal=True),
             "attn_mask",
             "is_causal",

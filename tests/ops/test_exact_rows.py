@@ -75,7 +75,7 @@ def test_cross_entropy_of_one_class(device, dtype, smoothing, weighted, soft, sh
         assert (loss == 0).all()
         g = torch.rand(loss.shape, dtype=torch.float64).to(device, loss.dtype) + 0.1
         assert (torch.autograd.grad(loss, x, g)[0] == 0).all()
-        # Beside the loss's gradient, which is 0, that of lse is not rounded.
+        # With the loss's gradient, which is 0, that of lse is not rounded.
         loss, lse = flash_online.cross_entropy(x, **options, reduction=reduction, return_lse=True)
         g_lse = torch.randn(lse.shape, dtype=torch.float64).to(device, dtype) / 64
         (grad,) = torch.autograd.grad((loss, lse), x, (g, g_lse.to(lse.dtype)))

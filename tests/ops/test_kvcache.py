@@ -1,4 +1,4 @@
-"""kvcache_attention, cache_append and varlen_attention over pools beside the oracle. All memory that a call must not read is
+"""kvcache_attention, cache_append and varlen_attention over pools against the oracle. All memory that a call must not read is
 NaN."""
 
 from __future__ import annotations

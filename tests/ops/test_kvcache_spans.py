@@ -1,4 +1,4 @@
-"""query_spans over cached keys on the CPU: kvcache_attention beside the oracle, varlen_attention over pools, what determines
+"""query_spans over cached keys on the CPU: kvcache_attention against the oracle, varlen_attention over pools, what determines
 the bits, compiled calls, and errors."""
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def test_autocast(dtype, lower, device):
                 assert not torch.equal(results[0][0], exact)
 
 
-# --- at the size of vocabularies, beside two functions of torch -------------------------------------------------------------
+# --- at the size of vocabularies, against two functions of torch -------------------------------------------------------------
 
 
 def unfused(x, w, target, linear_bias=None, **options):
@@ -255,7 +255,7 @@ def unfused(x, w, target, linear_bias=None, **options):
 
 
 def compare_with_unfused(x, w, target, linear_bias=None, **options):
-    """Loss and gradients beside those of two functions of torch in the same dtype, and in float64."""
+    """Loss and gradients against those of two functions of torch in the same dtype, and in float64."""
     leaves = [t for t in (x, w, linear_bias, target) if t is not None and t.requires_grad]
 
     def run(function, convert):
@@ -316,7 +316,7 @@ def test_probabilities(dtype, long_chunks, device):
 
 @pytest.mark.parametrize("dtype", NARROW_DTYPES, ids=str)
 def test_positions(dtype, long_chunks, device):
-    """The K-dimensional loss, beside the reference."""
+    """The K-dimensional loss, against the reference."""
     made = (
         leaf(260, 32, dtype=dtype, device=device),
         leaf(17, 3, 32, dtype=dtype, device=device),
@@ -514,12 +514,12 @@ def test_memory_of_a_chunk(reduction, dtype, monkeypatch):
 
     gradients = (x.numel() + w.numel()) * size
     # In addition: some numbers per row; on the CPU a second copy of some rows; in 16 bits the accumulator and a product.
-    beside = 20 * 4096 * 4 + 2 * (1 << 20) + (0 if size == 4 else 6 * w.numel())
+    others = 20 * 4096 * 4 + 2 * (1 << 20) + (0 if size == 4 else 6 * w.numel())
     call()
     x.grad = w.grad = None
-    assert peak_extra_bytes(call) < gradients + 2 * budget + beside
+    assert peak_extra_bytes(call) < gradients + 2 * budget + others
     with torch.no_grad():
-        assert peak_extra_bytes(lambda: flash_online.linear_cross_entropy(x, w, target)) < budget + beside
+        assert peak_extra_bytes(lambda: flash_online.linear_cross_entropy(x, w, target)) < budget + others
 
 
 def test_same_bits_in_every_run(device):

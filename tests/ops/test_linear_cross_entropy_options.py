@@ -135,7 +135,7 @@ def test_wrong_scales_and_counts(device):
         flash_online.linear_cross_entropy(x, w, **kwargs, top_log_probs=True)
 
 
-# --- beside the reference ---------------------------------------------------------------------------------------------------
+# --- against the reference ---------------------------------------------------------------------------------------------------
 
 
 @every_logits
@@ -426,7 +426,7 @@ def test_memory_of_a_softcap(dtype, monkeypatch):
     monkeypatch.setattr(_linear_cross_entropy_ops, "_CAP_BYTES", {"cpu": 512 << 10})
     x, w, target = leaf(4096, 32, dtype=dtype), leaf(2048, 32, dtype=dtype), torch.randint(0, 2048, (4096,))
     blocks = (512 << 10) * (1 if dtype == torch.float32 else 2)
-    beside = 30 * 4096 * 4 + (1 << 20)
+    others = 30 * 4096 * 4 + (1 << 20)
 
     def call(softcap):
         return flash_online.linear_cross_entropy(x, w, target, softcap=softcap)
@@ -435,7 +435,7 @@ def test_memory_of_a_softcap(dtype, monkeypatch):
         call(30.0)
         with_cap, without = (peak_extra_bytes(lambda c=c: call(c)) for c in (30.0, 0.0))
         assert with_cap - without < blocks + (64 << 10)
-        assert with_cap < (4 << 20) + blocks + beside
+        assert with_cap < (4 << 20) + blocks + others
     plans = [flash_online.explain(flash_online.linear_cross_entropy, x, w, target, softcap=c) for c in (30.0, 0.0)]
     assert plans[0].extra["chunk of logits"] - plans[1].extra["chunk of logits"] == blocks
 
@@ -445,7 +445,7 @@ def test_memory_of_a_softcap(dtype, monkeypatch):
         return x.grad, w.grad
 
     gradients = (x.numel() + w.numel()) * dtype.itemsize
-    assert peak_extra_bytes(step) < gradients + 2 * (4 << 20) + blocks + beside + 6 * w.numel()
+    assert peak_extra_bytes(step) < gradients + 2 * (4 << 20) + blocks + others + 6 * w.numel()
 
 
 def test_explain_counts_probabilities_in_another_dtype():

@@ -1,4 +1,4 @@
-"""Memory on the CPU: attention needs O(L) beside its inputs, whatever its options, and the losses O(rows)."""
+"""Memory on the CPU: attention needs O(L) in addition to its inputs, whatever its options, and the losses O(rows)."""
 
 from __future__ import annotations
 

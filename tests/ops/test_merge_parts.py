@@ -112,7 +112,7 @@ def test_merge_exact_cases(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_merge_float32_partials_of_16_bit_calls(device, dtype):
-    """Partial results kept in float32 beside 16-bit inputs lose nothing that the whole call keeps."""
+    """Partial results kept in float32 with 16-bit inputs lose nothing that the whole call keeps."""
     query, key, value = (torch.randn(2, 4, n, 64).to(device, dtype) for n in (65, 300, 300))
     cuts = [(0, 100), (100, 101), (101, 300)]
     parts = [
@@ -205,7 +205,7 @@ def test_merge_past_2_to_the_31_elements():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_lses_of_packed_queries(device, dtype):
-    """Lses [heads, queries] beside outputs [queries, heads, width] are read as they lie, also where they lie differently."""
+    """Lses [heads, queries] with outputs [queries, heads, width] are read as they lie, also where they lie differently."""
     outs, lses = parts_of(3, (7, 5, 24), dtype)
     turned = [lse.t().contiguous().t() for lse in lses]
     for given in (turned, [lses[0], *turned[1:]], [torch.stack([lse, -lse], -1)[..., 0] for lse in lses]):

@@ -1,4 +1,4 @@
-"""softmax, log_softmax and logsumexp against the float64 reference and beside torch's own, forward and backward."""
+"""softmax, log_softmax and logsumexp against the float64 reference and against torch's own, forward and backward."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_same_bits_for_any_threads_and_any_batch(name):
         assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(call(x[row : row + 1]), together, strict=True))
 
 
-# --- beside torch's own functions --------------------------------------------------------------------------------------------
+# --- against torch's own functions --------------------------------------------------------------------------------------------
 
 
 # Classes: 1; around a warp's step of 128 (each lane reads 4 at a time); around 1024, where a row group grows from a warp to a
@@ -213,7 +213,7 @@ def test_layouts_as_torch(layout, dim, dtype, device):
 
 
 def test_rows_down_a_matrix(device):
-    """One dimension beside dim, which lies closer in memory: the rows run along outer, not along inner."""
+    """One dimension besides dim, which lies closer in memory: the rows run along outer, not along inner."""
     compare_softmaxes(random_rows(700, 45, device=device).t(), 1)
     compare_softmaxes(random_rows(3, 1, device=device).t(), 1)
 
@@ -300,7 +300,7 @@ def test_threads_that_share_a_row_change_no_bit(rows, classes, dtype):
 @pytest.mark.parametrize("classes", [1, 3, 16, 17, 24, 25, 32, 33, 100, 2047, 2049, 5000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strides_change_no_bit(classes, dtype):
-    """A row's result depends on its elements alone: not on how they lie in memory, nor on the rows beside it."""
+    """A row's result depends on its elements alone: not on how they lie in memory, nor on the rows next to it."""
     x = random_tensor(19, classes, dtype=dtype, scale=3)
     expected = _every_function(x)
     for layout in ("columns", "strided", "unaligned"):

@@ -1,4 +1,4 @@
-"""topk_softmax against the float64 reference and beside torch's softmax and topk, forward and backward."""
+"""topk_softmax against the float64 reference and against torch's softmax and topk, forward and backward."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_topk_of_rows_that_are_not_finite(device):
     assert ((indices >= 0) & (indices < 4)).all() and all(len(set(row)) == 3 for row in indices.tolist())
 
 
-# --- beside torch's softmax and topk -----------------------------------------------------------------------------------------
+# --- against torch's softmax and topk -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", NARROW_DTYPES, ids=str)

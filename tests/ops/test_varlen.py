@@ -18,7 +18,7 @@ INF = math.inf
 RAW = torch.ops.flash_online
 MASKLESS = {name: options for name, options in OPTIONS.items() if "mask" not in options}
 
-# Lengths (queries, keys) of sequences: one; equal ones; empty on either side and on both, also first and last; on and beside
+# Lengths (queries, keys) of sequences: one; equal ones; empty on either side and on both, also first and last; on and next to
 # the edges of tiles and spans; one long among short ones; none at all.
 LENGTHS = {
     "one": ((37, 41),),
@@ -97,7 +97,7 @@ def test_subsets_of_gradients(wanted, grad_lse, device):
     Packed(sinks=True, wanted=wanted, grad_lse=grad_lse).check(device)
 
 
-# --- Beside dense calls ------------------------------------------------------------------------------------------------------
+# --- Against dense calls ------------------------------------------------------------------------------------------------------
 
 
 def forward_and_backward(call, tensors, cotangents):
@@ -107,7 +107,7 @@ def forward_and_backward(call, tensors, cotangents):
     return [*results, *torch.autograd.grad(results, leaves, cotangents, allow_unused=True)]
 
 
-@pytest.mark.parametrize("beside", ["dense", "packed"])
+@pytest.mark.parametrize("other", ["dense", "packed"])
 @pytest.mark.parametrize("lengths", ["edges", "mixed", "empty ones"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def forward_and_backward(call, tensors, cotangents):
     ],
     ids=str,
 )
-def test_same_bits_as_a_call_on_each_sequence(lengths, dtype, options, beside, device):
-    """A sequence's results and gradients do not depend on what it is packed with: beside a call on the sequence alone, packed
-    too or dense. On CUDA other kernels sum the gradients of a dense call."""
+def test_same_bits_as_a_call_on_each_sequence(lengths, dtype, options, other, device):
+    """A sequence's results and gradients do not depend on what it is packed with: compared with a call on the sequence
+    alone, packed too or dense. On CUDA other kernels sum the gradients of a dense call."""
     problem = Packed.of(options, dtype=dtype, heads=(4, 2, 1), lengths=LENGTHS[lengths], head_dims=(24, 17), size=2.0)
     inputs = problem.inputs(device)
     tensors, slopes, sinks = [inputs[n] for n in ("query", "key", "value")], inputs.get("alibi_slopes"), inputs.get("sinks")
@@ -156,11 +156,11 @@ def test_same_bits_as_a_call_on_each_sequence(lengths, dtype, options, beside, d
 
         of = (rows, keys, keys)
         apart = [t[part].transpose(0, 1) for t, part in zip(tensors, of, strict=False)] + tensors[3:]
-        call = dense if beside == "dense" else packed_alone
+        call = dense if other == "dense" else packed_alone
         alone = forward_and_backward(call, apart, [cotangents[0][rows].transpose(0, 1), cotangents[1][:, rows]])
         found = [together[0][rows].transpose(0, 1), together[1][:, rows]]
         found += [grad[part].transpose(0, 1) for grad, part in zip(together[2:5], of, strict=True)]
-        compared = ("out", "lse") if beside == "dense" and device == "cuda" else ("out", "lse", "query", "key", "value")
+        compared = ("out", "lse") if other == "dense" and device == "cuda" else ("out", "lse", "query", "key", "value")
         for name, a, b in zip(compared, found, alone, strict=False):
             assert torch.equal(a, b), f"{name} of sequence {n}"
         sink_grads += alone[5:]

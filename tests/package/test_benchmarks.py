@@ -210,7 +210,7 @@ def test_the_targets_and_means_of_cached_keys(modules):
     appends = [target for name, target in found.items() if name.startswith("an append")]
     assert [(target["measured"], target["met"]) for target in appends] == [(2.0, False), (2.0, True)]
     assert [found[r["case"]]["met"] for r in results[:2]] == [False, True]
-    assert next(t["met"] for name, t in found.items() if name.startswith("float8 beside 16 bits"))
+    assert next(t["met"] for name, t in found.items() if name.startswith("float8 compared with 16 bits"))
 
 
 @pytest.mark.parametrize("name", ["attention", "decode"])
@@ -220,7 +220,7 @@ def test_every_target_has_a_cell(modules, name):
     groups = cases.CELLS | getattr(cases, "SPARSE", {}) | getattr(cases, "IN_FLOAT8", {})
     cells = [cell for group in groups.values() for cell in group]
     assert len({(cell.family, cell.kind, cell.label, cell.dtype) for cell in cells}) == len(cells)
-    targets = summary.TARGETS if name == "attention" else (*summary.FASTER, *summary.BESIDE)
+    targets = summary.TARGETS if name == "attention" else (*summary.FASTER, *summary.COMPARED)
     for target in targets:
         members = [c for c in cells if target.members(vars(c))]
         assert members, target

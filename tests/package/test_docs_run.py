@@ -1,5 +1,5 @@
 """The docs: their Python blocks and the README's run, in order, on the CPU; the page of the API is made of the docstrings; the
-site builds. A block that cannot run stands behind a comment `<!-- not run: reason -->`; these are counted, and should stay few.
+site builds. A block that cannot run stands after a comment `<!-- not run: reason -->`; these are counted, and should stay few.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def main() -> None:
                     pass  # a nested block changes nothing
                 assert TF.scaled_dot_product_attention is TORCHS
 
-            # The wrong order, and a direct call: errors, and nothing of theirs stays behind.
+            # The wrong order, and a direct call: errors, and nothing of theirs is left.
             shards, block = sharded()
             with block:
                 wrapper = TF.scaled_dot_product_attention

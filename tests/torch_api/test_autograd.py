@@ -1,4 +1,4 @@
-"""First and second derivatives, forward mode and torch.func, in float64 by finite differences and beside the reference."""
+"""First and second derivatives, forward mode and torch.func, in float64 by finite differences and against the reference."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_drop_in_derivatives(call, device, request):
     assert gradgradcheck(call, inputs, check_fwd_over_rev=True, fast_mode=True)
 
 
-# --- torch.func, beside the reference under the same transforms -----------------------------------------------------------
+# --- torch.func, against the reference under the same transforms -----------------------------------------------------------
 
 
 def attentions():
@@ -306,7 +306,7 @@ def test_vmap_of_softmax_and_logsumexp(in_dim):
 
 
 def test_vmap_of_cross_entropy():
-    """Beside a loop: torch's own cross_entropy has no vmap for every option."""
+    """Against a loop: torch's own cross_entropy has no vmap for every option."""
     logits, targets = torch.randn(3, 4, 6, dtype=DOUBLE), torch.randint(0, 6, (3, 4))
     for options in ({}, {"reduction": "sum", "label_smoothing": 0.1}, {"reduction": "none", "weight": WEIGHT}):
 

@@ -147,7 +147,7 @@ def test_forwarded_results_are_torchs(device):
             torch.testing.assert_close(ours, torchs)
 
 
-# Calls that are ours: the function, its arguments, the operators, and the bytes beside the results.
+# Calls that are ours: the function, its arguments, the operators, and the bytes in addition to the results.
 ROWS = 2 * 4 * 5 * 4
 OURS = {
     "attention": (flash_online.attention, (Q, K, V), {}, ["attention_inference"], 0),
@@ -176,7 +176,7 @@ OURS = {
         (Q[0, 0, :3], K[0, 0], TARGET.clamp(max=4)),
         {"reduction": "none", "return_lse": True},
         ["linear_cross_entropy_forward"],
-        3 * 4 + 4 + 3 * 5 * 4,  # weights of rows, the one number behind the expanded logits of the checks, a chunk of logits
+        3 * 4 + 4 + 3 * 5 * 4,  # weights of rows, the one number under the expanded logits of the checks, a chunk of logits
     ),
 }
 
@@ -188,7 +188,7 @@ def test_ours(name, device):
     result = explain(function, *arguments, **options)
     assert result.ours and list(result.operators) == operators and result.device.startswith(device)
     scratch = result.extra.get("scratch", 0)
-    if device == "cpu":  # on CUDA what an operator allocates beside its results depends on the kernel
+    if device == "cpu":  # on CUDA what an operator allocates in addition to its results depends on the kernel
         assert result.extra_bytes - scratch == extra
     assert scratch < torch.get_num_threads() * (1 << 20)
     for word in (operators[0], device, "extra memory"):

@@ -93,7 +93,7 @@ OURS |= {
     for case in ("linear_cross_entropy", "linear_cross_entropy probabilities")
 }
 
-# Cells where torch's autodiff of TorchScript's own pointwise operators, which these graphs have beside ours, is wrong. Torch's
+# Cells where torch's autodiff of TorchScript's own pointwise operators, which these graphs have with ours, is wrong. Torch's
 # functions have the fault by themselves: test_torchscripts_own_hessian_is_wrong.
 WRONG_IN_TORCH = {
     (case, "jit.trace", "hessian") for case in ("cross_entropy z_loss", "cross_entropy all", "linear_cross_entropy none")

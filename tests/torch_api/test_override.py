@@ -78,27 +78,27 @@ def test_disable_without_enable():
 
 @pytest.fixture
 def warns_anew(monkeypatch):
-    """Each warning about a stranger comes once per process; a test that waits for one starts from none."""
+    """Each warning about a replacement comes once per process; a test that waits for one starts from none."""
     monkeypatch.setattr(importlib.import_module("flash_online.override"), "_warned", set())
 
 
-def stranger(*args, **kwargs):
+def replacement(*args, **kwargs):
     return TORCHS["softmax"](*args, **kwargs)
 
 
-STRANGERS = {
-    "a function": stranger,
-    "under torch's name": functools.wraps(TORCHS["softmax"])(lambda *args, **kwargs: stranger(*args, **kwargs)),
+REPLACEMENTS = {
+    "a function": replacement,
+    "under torch's name": functools.wraps(TORCHS["softmax"])(lambda *args, **kwargs: replacement(*args, **kwargs)),
     "a partial": functools.partial(TORCHS["softmax"], dim=-1),
-    "an object": type("Stranger", (), {"__call__": lambda self, *args: stranger(*args)})(),
+    "an object": type("Replacement", (), {"__call__": lambda self, *args: replacement(*args)})(),
 }
 
 
-@pytest.mark.parametrize("other", STRANGERS.values(), ids=STRANGERS)
-def test_a_stranger_comes_back_and_is_named_once(other, monkeypatch, warns_anew):
+@pytest.mark.parametrize("other", REPLACEMENTS.values(), ids=REPLACEMENTS)
+def test_a_replacement_comes_back_and_is_named_once(other, monkeypatch, warns_anew):
     monkeypatch.setattr(TF, "softmax", other)
     with pytest.warns(
-        RuntimeWarning, match=r"torch\.nn\.functional\.softmax is (stranger|softmax|partial|Stranger) of .*replaced"
+        RuntimeWarning, match=r"torch\.nn\.functional\.softmax is (replacement|softmax|partial|Replacement) of .*replaced"
     ) as raised:
         with flash_online.override():
             assert TF.softmax is F.softmax
@@ -111,44 +111,44 @@ def test_a_stranger_comes_back_and_is_named_once(other, monkeypatch, warns_anew)
 
 
 def test_enable_and_disable_warn_at_the_callers_line(monkeypatch, warns_anew):
-    monkeypatch.setattr(TF, "log_softmax", stranger)
+    monkeypatch.setattr(TF, "log_softmax", replacement)
     monkeypatch.setattr(TF, "softmax", TORCHS["softmax"])
     with pytest.warns(RuntimeWarning, match="log_softmax") as raised:
         flash_online.enable()
-    TF.softmax = stranger
-    with pytest.warns(RuntimeWarning, match="softmax is stranger .*stays") as raised_later:
+    TF.softmax = replacement
+    with pytest.warns(RuntimeWarning, match="softmax is replacement .*stays") as raised_later:
         flash_online.disable()
     assert raised[0].filename == raised_later[0].filename == __file__
-    assert TF.log_softmax is stranger and TF.softmax is stranger
+    assert TF.log_softmax is replacement and TF.softmax is replacement
 
 
 def test_what_came_after_enable_stays(monkeypatch, warns_anew):
-    """disable() gives back what it replaced and leaves alone what somebody else has put there since."""
+    """disable() gives back what it replaced and leaves alone what others have put there since."""
     monkeypatch.setattr(TF, "softmax", TORCHS["softmax"])  # restored after the test
     flash_online.enable()
-    TF.softmax = stranger
-    with pytest.warns(RuntimeWarning, match="enable: .*softmax is stranger .* stays"):
+    TF.softmax = replacement
+    with pytest.warns(RuntimeWarning, match="enable: .*softmax is replacement .* stays"):
         flash_online.enable()
-    assert TF.softmax is stranger
+    assert TF.softmax is replacement
     flash_online.disable()
-    with pytest.warns(RuntimeWarning, match=r"disable: .*softmax is stranger .*call disable\(\) once more"):
+    with pytest.warns(RuntimeWarning, match=r"disable: .*softmax is replacement .*call disable\(\) once more"):
         flash_online.disable()
-    assert TF.softmax is stranger and TF.log_softmax is TORCHS["log_softmax"]
+    assert TF.softmax is replacement and TF.log_softmax is TORCHS["log_softmax"]
     with pytest.raises(RuntimeError, match="without an enable"):
         flash_online.disable()
 
-    TF.softmax = F.softmax  # the stranger ends, and puts back what it had found
+    TF.softmax = F.softmax  # the replacement ends, and puts back what it had found
     flash_online.disable()
     assert_restored()
     with pytest.raises(RuntimeError, match="without an enable"):
         flash_online.disable()
 
 
-def test_enable_after_a_stranger_has_put_ours_back(monkeypatch, warns_anew):
+def test_enable_after_a_replacement_has_put_ours_back(monkeypatch, warns_anew):
     """Without the second disable(), the next pair restores torch's function all the same."""
     monkeypatch.setattr(TF, "softmax", TORCHS["softmax"])
     flash_online.enable()
-    TF.softmax = stranger
+    TF.softmax = replacement
     with pytest.warns(RuntimeWarning):
         flash_online.disable()
     TF.softmax = F.softmax
@@ -157,7 +157,7 @@ def test_enable_after_a_stranger_has_put_ours_back(monkeypatch, warns_anew):
     assert_restored()
 
 
-def test_torchs_own_function_put_back_by_others_is_no_stranger(monkeypatch, warns_anew):
+def test_torchs_own_function_put_back_by_others_is_no_replacement(monkeypatch, warns_anew):
     monkeypatch.setattr(TF, "softmax", TORCHS["softmax"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -213,7 +213,7 @@ def test_wrappers_of_torch_distributed_are_found(wrapper, monkeypatch):
         flash_online.disable()
 
 
-def test_a_stranger_that_only_knows_torch_distributed_is_a_stranger(monkeypatch, warns_anew):
+def test_a_replacement_that_only_knows_torch_distributed_is_a_replacement(monkeypatch, warns_anew):
     def counting(*args, **kwargs):
         DISTRIBUTED.get_rank()
         return TORCHS["scaled_dot_product_attention"](*args, **kwargs)
@@ -233,14 +233,14 @@ def test_a_warning_that_is_an_error_leaves_nothing_half_done(monkeypatch, warns_
     monkeypatch.setattr(TF, "softmax", TORCHS["softmax"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        TF.softmax = stranger
-        with pytest.raises(RuntimeWarning, match="softmax is stranger"):
+        TF.softmax = replacement
+        with pytest.raises(RuntimeWarning, match="softmax is replacement"):
             flash_online.enable()
-        assert TF.scaled_dot_product_attention is TORCHS["scaled_dot_product_attention"] and TF.softmax is stranger
+        assert TF.scaled_dot_product_attention is TORCHS["scaled_dot_product_attention"] and TF.softmax is replacement
         TF.softmax = TORCHS["softmax"]
         flash_online.enable()
-        TF.softmax = stranger
-        with pytest.raises(RuntimeWarning, match="softmax is stranger"):
+        TF.softmax = replacement
+        with pytest.raises(RuntimeWarning, match="softmax is replacement"):
             flash_online.disable()
         TF.softmax = TORCHS["softmax"]
     assert_restored()
@@ -250,8 +250,8 @@ def test_a_warning_that_is_an_error_leaves_nothing_half_done(monkeypatch, warns_
 
 def test_names_and_homes():
     assert all(_patches.is_torchs(function) for function in TORCHS.values())
-    assert not any(_patches.is_torchs(function) for function in (stranger, F.softmax, STRANGERS["under torch's name"]))
-    assert not any(_patches.shards(function, function) for function in (*TORCHS.values(), *STRANGERS.values()))
+    assert not any(_patches.is_torchs(function) for function in (replacement, F.softmax, REPLACEMENTS["under torch's name"]))
+    assert not any(_patches.shards(function, function) for function in (*TORCHS.values(), *REPLACEMENTS.values()))
 
     def unset():
         return later

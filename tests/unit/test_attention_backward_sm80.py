@@ -337,9 +337,7 @@ def test_options(kernels, head_dim, dtype, room, deterministic, kind):
         given["query_spans"] = options["query_spans"] = random_spans(g, (2,), 150, 170, 1)
         given["key_spans"] = options["key_spans"] = random_spans(g, (2,), 170, 150, 2)
     if kind in ("tiles", "all"):
-        tile_keys, density = (
-            (128, 0.8) if kind == "all" else (64, 0.5)
-        )  # where much is hidden besides, errors do not average out
+        tile_keys, density = (128, 0.8) if kind == "all" else (64, 0.5)  # where much is hidden too, errors do not average out
         tiles, shown = random_tiles(g, 2, lengths, tile_keys, density)
         given["blocks"] = tiles, tile_keys
         options["mask"] = options["mask"] & shown if "mask" in options else shown

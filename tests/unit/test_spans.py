@@ -112,7 +112,7 @@ def test_tree(kind, L, dtype):
         "chain": [list(range(-1, L - 1))],
         "star": [[-1] + [0] * (L - 1)],
         "roots": [[-1] * L],
-        "comb": [[-1] + [n - 1 - (n > 1 and n % 2 == 0) for n in range(1, L)]],  # a leaf beside each node of a chain
+        "comb": [[-1] + [n - 1 - (n > 1 and n % 2 == 0) for n in range(1, L)]],  # a leaf next to each node of a chain
         "random": [random_forest(L, random.Random(seed)) for seed in range(3)],
     }[kind]
     seen = [[ancestors(parents, node) for node in range(L)] for parents in rows]
