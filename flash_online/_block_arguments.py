@@ -20,7 +20,11 @@ _block_tiles, _run_block_tiles = direct_call(ops.block_tiles), below_autograd(op
 
 def check_block_size(size: Any) -> None:
     """Raises InvalidArgument unless this is a pair of 64 or 128."""
-    if not isinstance(size, (tuple, list)) or len(size) != 2 or any(rows not in BLOCK_SIZES for rows in size):
+    if (
+        not isinstance(size, (tuple, list))
+        or len(size) != 2
+        or any(type(rows) is not int or rows not in BLOCK_SIZES for rows in size)
+    ):
         raise InvalidArgument(f"size: expected a pair (rows of queries, rows of keys), each 64 or 128, got {size!r}")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _policy
-from ._checks import check_flag, check_float, check_softcap, check_tensor
+from ._checks import check_flag, check_float, check_softcap, check_tensor, is_traced_size
 from ._ops import FLOATING, InvalidArgument, UnsupportedDtype, is_known
 
 
@@ -94,7 +94,8 @@ def check_attention(
         flags["deterministic"] = deterministic
     optional = {"mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks, "query_spans": query_spans, "key_spans": key_spans}
     check_types({"query": query, "key": key, "value": value}, optional, flags)
-    check_attention_options(query, heads_dim, window, alignment, softcap, sinks, alibi_slopes, dropout_p)
+    heads = broadcast_heads(query, key, value) if heads_dim == -3 else None
+    check_attention_options(query, heads_dim, window, alignment, softcap, sinks, alibi_slopes, dropout_p, heads)
     if scale is not None:
         check_float("scale", scale)
 
@@ -118,28 +119,46 @@ def expand_slopes(alibi_slopes: Tensor, shape) -> Tensor:
     return alibi_slopes.expand(shape)
 
 
-def check_attention_options(query, heads_dim, window, alignment, softcap, sinks, alibi_slopes, dropout_p) -> None:
-    """Raises InvalidArgument unless these options are valid; `heads_dim` is the dimension of query that counts its heads."""
+def broadcast_heads(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """The number of query heads after `canonicalize`, which expands a single one to the heads of key and value."""
+    heads, *others = (1 if t.is_nested or t.dim() < 3 else t.shape[-3] for t in (query, key, value))
+    return max(others) if is_known(heads == 1) else heads
+
+
+def expand_sinks(sinks: Tensor | None, heads: int) -> Tensor | None:
+    """The sinks [heads] of a call, of which one query head's are those of all heads that it is expanded to."""
+    return sinks if sinks is None or is_known(sinks.shape[0] == heads) else sinks.expand(heads)
+
+
+def check_attention_options(
+    query, heads_dim, window, alignment, softcap, sinks, alibi_slopes, dropout_p, heads: int | None = None
+) -> None:
+    """Raises InvalidArgument unless these options are valid; `heads_dim` is the dimension of query that counts its heads.
+    `heads`: how many there are if a single one is broadcast; sinks and slopes may then have either number."""
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             raise InvalidArgument(f"window: expected None or a pair (left, right), got {window!r}")
         for side, bound in zip(("left", "right"), window, strict=True):
-            if bound is not None and (not isinstance(bound, (int, torch.SymInt)) or bound < 0):
-                raise InvalidArgument(f"window: expected None or an int >= 0 on the {side}, got {bound}")
+            if bound is not None and (not isinstance(bound, (int, torch.SymInt)) or isinstance(bound, bool) or bound < 0):
+                got = f"{type(bound).__name__} {bound}" if not isinstance(bound, int) or isinstance(bound, bool) else bound
+                raise InvalidArgument(f"window: expected None or an int >= 0 on the {side}, got {got}")
     if alignment not in ("upper_left", "lower_right"):
         raise InvalidArgument(f"alignment: expected 'upper_left' or 'lower_right', got {alignment!r}")
     check_softcap(softcap)
     dropout_p = check_float("dropout_p", dropout_p)
     if not 0 <= dropout_p <= 1:
         raise InvalidArgument(f"dropout_p: expected a probability, 0 to 1, got {dropout_p}")
-    heads = query.shape[heads_dim] if query.dim() >= -heads_dim else 1
-    if sinks is not None and (tuple(sinks.shape) != (heads,) or not sinks.is_floating_point() or sinks.device != query.device):
+    own = query.shape[heads_dim] if not query.is_nested and query.dim() >= -heads_dim else 1
+    heads = own if heads is None else heads
+    if sinks is not None and (
+        tuple(sinks.shape) not in ((heads,), (own,)) or not sinks.is_floating_point() or sinks.device != query.device
+    ):
         raise InvalidArgument(
             f"sinks: expected a floating [{heads}], one logit per query head, on {query.device}, got {list(sinks.shape)} "
             f"{sinks.dtype} on {sinks.device}"
         )
     if alibi_slopes is not None:
-        if alibi_slopes.dim() < 1 or alibi_slopes.shape[-1] != heads or not alibi_slopes.is_floating_point():
+        if alibi_slopes.dim() < 1 or alibi_slopes.shape[-1] not in (heads, own) or not alibi_slopes.is_floating_point():
             raise InvalidArgument(
                 f"alibi_slopes: expected a floating [{heads}] or [..., {heads}], one slope per query head, got "
                 f"{list(alibi_slopes.shape)} {alibi_slopes.dtype}"
@@ -201,6 +220,15 @@ def check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
             f"cu_seqlens_k: expected as many starts as cu_seqlens_q, {cu_seqlens_q.shape[0]}, got {cu_seqlens_k.shape[0]}"
         )
     check_longest("max_seqlen_q", max_seqlen_q), check_longest("max_seqlen_k", max_seqlen_k)
+
+
+def longest_of(longest):
+    """A bound on the lengths of packed sequences as the operators take it. A size in a trace by torch.jit has the example's
+    value: no bound gives the same results."""
+    return _NO_LONGEST if is_traced_size(longest) else longest
+
+
+_NO_LONGEST = 2**31 - 1  # operators take the number of packed rows where that is less
 
 
 def check_longest(name: str, longest) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._ops import FLOATING, InvalidArgument, UnsupportedDtype, is_known
+from ._policy import traced_by_jit
 
 Function = TypeVar("Function")
 
@@ -73,16 +74,31 @@ def check_floating(name: str, dtype: torch.dtype) -> None:
 
 
 def check_int(name: str, number, expected: str = "an int") -> int:
-    """`number` as an int. Raises TypeError for a bool, a Tensor, and objects without __index__: `expected` is what else the
-    argument may be."""
-    if isinstance(number, int) and not isinstance(number, bool):  # tested first: under Dynamo the int may be symbolic
+    """`number` as an int, or a tracer's symbolic one. Raises TypeError for a bool, a Tensor, and objects without __index__:
+    `expected` is what else the argument may be."""
+    if isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool):  # first: __index__ would make it a constant
         return number
+    if is_traced_size(number):
+        raise TypeError(
+            f"{name}: expected {expected}, got a size in a trace by torch.jit, which would keep its value: pass int(size)"
+        )
     if isinstance(number, (bool, Tensor)) or not hasattr(number, "__index__"):
         raise TypeError(f"{name}: expected {expected}, got {type(number).__name__}")
     try:
         return operator.index(number)
     except TypeError:  # an array of several elements has __index__, which raises
         raise TypeError(f"{name}: expected {expected}, got {type(number).__name__}") from None
+
+
+def is_traced_size(number) -> bool:
+    """Returns whether this is a size in a trace by torch.jit: a tensor, which torch's functions follow. Operators of ours would
+    keep its value."""
+    return isinstance(number, Tensor) and number.dim() == 0 and traced_by_jit() is not None
+
+
+def check_size(name: str, number) -> int:
+    """`check_int` for a size that only torch's functions take: one in a trace by torch.jit stays a tensor."""
+    return number if is_traced_size(number) else check_int(name, number)
 
 
 def check_index(name: str, number, *, any_rank: bool = False) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ._attention_arguments import AttentionTensors
@@ -207,11 +207,27 @@ def _one_by_one(op, info, in_dims, args):
 
     dims = in_dims if isinstance(in_dims, tuple) else tuple(in_dims)
     if info.batch_size == 0:
-        raise NotImplementedError(f"{op}: expected vmap over a dimension of size 1 or more, got size 0")
+        return _of_no_index(op, dims, args)
     results = [op(*(pick(a, d, i) for a, d in zip(args, dims, strict=True))) for i in range(info.batch_size)]
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
+
+
+def _of_no_index(op, dims, args):
+    """`_one_by_one` of a mapped dimension of size 0: the shapes and dtypes of the results are those on meta."""
+
+    def on_meta(arg, dim):
+        if isinstance(arg, (list, tuple)):
+            return [on_meta(a, d) for a, d in zip(arg, dim, strict=True)]
+        if not isinstance(arg, Tensor):
+            return arg
+        return arg.new_empty(_without(arg.shape, dim) if dim is not None else arg.shape, device="meta")
+
+    like = next(arg for arg in tree_leaves(args) if isinstance(arg, Tensor))
+    results = op(*(on_meta(arg, dim) for arg, dim in zip(args, dims, strict=True)))
+    whole = tree_map(lambda result: like.new_empty((0, *result.shape), dtype=result.dtype), results)
+    return whole, 0 if isinstance(results, Tensor) else (0,) * len(results)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------------
@@ -554,7 +570,7 @@ def _cache_append_fake(key_cache, value_cache, key, value, query, *rest):
 _register("cache_append_", _cache_append_fake, _no_vmap("cache_append_"), _no_flops)
 
 
-def _attention_weight_sums_fake(query, key, lse, window_left, window_right, offset, scale, softcap):
+def _attention_weight_sums_fake(query, key, lse, window_left, window_right, lower_right, last, scale, softcap):
     return query.new_empty([*query.shape[:-2], key.shape[-2]], dtype=torch.float32)
 
 
@@ -577,8 +593,8 @@ _register("attention_weight_sums", _attention_weight_sums_fake, _attention_weigh
 
 
 def _float8_attention_fake(
-    query, key, value, query_scale, key_scale, value_scale, smooth_keys, window_left, window_right, offset, query_spans,
-    key_spans, softcap, sinks, scale, out_dtype, return_lse,
+    query, key, value, query_scale, key_scale, value_scale, smooth_keys, window_left, window_right, lower_right,
+    query_spans, key_spans, softcap, sinks, scale, out_dtype, return_lse,
 ):  # fmt: skip
     sizes = [*query.shape[:-1], value.shape[-1]]
     out = query.new_empty_strided(sizes, dense_strides_in_order(sizes, query.stride()), dtype=out_dtype)
@@ -790,9 +806,9 @@ def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     return None if tensor is None else _front(tensor, dim, size).flatten(0, 1)
 
 
-def _unfold(tensor: Tensor, size: int) -> Tensor:
-    """Undoes `_fold`, with the mapped dimension in front."""
-    return tensor.unflatten(0, (size, tensor.shape[0] // size))
+def _unfold(tensor: Tensor, size: int, rows: int) -> Tensor:
+    """Undoes `_fold`, with the mapped dimension in front of `rows`."""
+    return tensor.unflatten(0, (size, rows))
 
 
 def _cross_entropy_folds(input_dim, target_dim, weight_dim, target) -> bool:
@@ -803,10 +819,11 @@ def _cross_entropy_folds(input_dim, target_dim, weight_dim, target) -> bool:
 def _cross_entropy_forward_vmap(info, in_dims, input, target, weight, *options):
     if not _cross_entropy_folds(*in_dims[:3], target):
         return _one_by_one(ops.cross_entropy_forward.default, info, in_dims, (input, target, weight, *options))
-    input, target = _fold(input, in_dims[0], info.batch_size), _fold(target, in_dims[1], info.batch_size)
+    size, count = _front(input, in_dims[0], info.batch_size).shape[:2]
+    input, target = _fold(input, in_dims[0], size), _fold(target, in_dims[1], size)
     *rows, entropy = ops.cross_entropy_forward.default(input, target, weight, *options)
     has_entropy = entropy.shape == rows[0].shape
-    rows = [_unfold(row, info.batch_size) for row in (*rows, *([entropy] if has_entropy else []))]
+    rows = [_unfold(row, size, count) for row in (*rows, *([entropy] if has_entropy else []))]
     return (*rows, entropy)[:4], (0, 0, 0, 0 if has_entropy else None)
 
 
@@ -826,12 +843,13 @@ def _cross_entropy_backward_vmap(
     if not _cross_entropy_folds(*in_dims[2:5], target):
         args = (grad_loss, grad_lse, input, target, *options, *entropy)
         return _one_by_one(ops.cross_entropy_backward.default, info, in_dims, args)
+    count = _front(input, in_dims[2], size).shape[1]
     folded = [_fold(tensor, dim, size) for tensor, dim in zip((grad_loss, grad_lse, input, target), in_dims, strict=False)]
     entropy = [_fold(tensor, dim, size) for tensor, dim in zip(entropy, in_dims[8:], strict=True)]
     grad_input, grad_target = ops.cross_entropy_backward.default(*folded, *options, *entropy)
     if target_grad:
-        grad_target = _unfold(grad_target, size)
-    return (_unfold(grad_input, size), grad_target), (0, 0 if target_grad else None)
+        grad_target = _unfold(grad_target, size, count)
+    return (_unfold(grad_input, size, count), grad_target), (0, 0 if target_grad else None)
 
 
 _register("cross_entropy_backward", _cross_entropy_backward_fake, _cross_entropy_backward_vmap, _no_flops)

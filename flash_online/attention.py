@@ -22,7 +22,7 @@ from ._autograd import (
     unwrap_if_dead,
 )
 from ._block_arguments import tiles_of_blocks, try_fast_tiles
-from ._canonicalize import canonicalize, cast_and_check, check_attention, expand_slopes, window_bounds
+from ._canonicalize import canonicalize, cast_and_check, check_attention, expand_sinks, expand_slopes, window_bounds
 from ._checks import none_as_zero, unexpected_keyword, without_others
 from ._ops import accumulator_of, below_autograd, ops, surfaced
 from ._plain import NUMBERS, are_plain, is_grad_enabled
@@ -194,7 +194,7 @@ def attention(
     softcap = none_as_zero(softcap)
     plain = window is alibi_slopes is sinks is deterministic is None and alignment == "upper_left"
     plain = plain and type(softcap) in NUMBERS and type(dropout_p) in NUMBERS and type(causal) is bool
-    if plain and not (softcap or dropout_p or return_lse or return_max_logit):
+    if plain and return_lse is return_max_logit is False and not (softcap or dropout_p):
         if query_spans is not None or key_spans is not None or blocks is not None:
             out = try_fast_sparse(query, key, value, query_spans, key_spans, blocks, causal, scale) if mask is None else None
         elif mask is None:
@@ -211,7 +211,8 @@ def attention(
     query, key, value, mask, restore = canonicalize(*cast_and_check("attention", query, key, value, mask, dropout_p))
     heads = query.shape[:-2]
     out, lse, max_logit = attention_impl(
-        query, key, value, mask, alibi_slopes=None if alibi_slopes is None else expand_slopes(alibi_slopes, heads), sinks=sinks,
+        query, key, value, mask, alibi_slopes=None if alibi_slopes is None else expand_slopes(alibi_slopes, heads),
+        sinks=expand_sinks(sinks, heads[-1]),
         causal=causal, window=window or (None, None), lower_right=alignment == "lower_right", scale=scale, softcap=softcap,
         dropout_p=dropout_p, deterministic=deterministic, return_lse=return_lse,
         query_spans=canonical_spans("query_spans", query_spans, query, heads, query.shape[-2]),

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map
 from . import _policy
 from ._autograd import is_differentiated, without_derivative
 from ._block_arguments import blocks_in, check_block_size, listed_blocks
-from ._checks import check_flag, check_int, check_tensor
-from ._ops import InvalidArgument, direct_call, implement, ops
+from ._checks import check_flag, check_float, check_floating, check_int, check_size, check_tensor
+from ._ops import InvalidArgument, direct_call, implement, is_known, ops, without_autocast
 
 __all__ = ["BlockList", "block_scores"]
 
@@ -80,8 +80,10 @@ class BlockList(NamedTuple):
         Raises:
             InvalidArgument: a block is partial, or of another size.
         """
-        from torch.nn.attention.flex_attention import noop_mask
+        from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
+        if not isinstance(block_mask, BlockMask):
+            raise TypeError(f"block_mask: expected a BlockMask of FlexAttention, got {type(block_mask).__name__}")
         size = tuple(block_mask.BLOCK_SIZE)
         check_block_size(size)
         parts = [(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)]
@@ -101,8 +103,9 @@ class BlockList(NamedTuple):
     @staticmethod
     def dense(L: int, S: int, size: tuple[int, int] = _DEFAULT_SIZE, *, device: torch.device | str | None = None) -> BlockList:
         """The list in which every block of L queries sees every block of S keys."""
-        check_int("L", L)
-        check_int("S", S)
+        for name, length in (("L", L), ("S", S)):
+            if is_known(check_size(name, length) < 0):
+                raise InvalidArgument(f"{name}: expected an int >= 0, got {length}")
         check_block_size(size)
         seen = torch.ones(1, blocks_in(L, size[0]), blocks_in(S, size[1]), dtype=torch.bool, device=device)
         return BlockList.from_mask(seen, size)
@@ -129,8 +132,9 @@ class BlockList(NamedTuple):
             check_block_size(size)
         if not scores.is_floating_point() or scores.dim() < 2:
             raise InvalidArgument(f"scores: expected floating [..., nq, nk], got {scores.dtype} {list(scores.shape)}")
-        if k < 1:
+        if is_known(k < 1):
             raise InvalidArgument(f"k: expected at least 1, got {k}")
+        k = torch.sym_min(k, torch.sym_max(scores.shape[-1], 1))
         counts, indices = _block_topk(scores.detach().float(), k, causal, *(size or (1, 1)))
         return BlockList(counts, indices, size)
 
@@ -147,7 +151,8 @@ class BlockList(NamedTuple):
         if key_blocks is None:
             valid = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
             key_blocks = int(torch.where(valid, indices, -1).max()) + 1 if valid.numel() else 0
-        check_int("key_blocks", key_blocks)
+        if is_known(check_int("key_blocks", key_blocks) < 0):
+            raise InvalidArgument(f"key_blocks: expected None or an int >= 0, got {key_blocks}")
         seen = listed_blocks(counts, indices, key_blocks)
         return BlockList.from_mask(seen.transpose(-1, -2), None if size is None else (size[1], size[0]))
 
@@ -184,6 +189,12 @@ def block_scores(
     check_tensor("key", key)
     check_flag("causal", causal)
     check_block_size(size)
+    check_floating("query", query.dtype)
+    for name, tensor in (("query", query), ("key", key)):
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "a nested tensor" if tensor.is_nested else f"a sparse tensor ({tensor.layout})"
+            raise _policy.no_kernel("block_scores", f"{name}: {kind}")
+    scale = None if scale is None else check_float("scale", scale)
     if reduce not in ("mean", "max"):
         raise InvalidArgument(f"reduce: expected 'mean' or 'max', got {reduce!r}")
     fits = query.dim() == key.dim() >= 3 and query.shape[:-3] == key.shape[:-3] and query.shape[-1] == key.shape[-1]
@@ -191,7 +202,7 @@ def block_scores(
         raise InvalidArgument(
             f"key: expected [..., Hk, S, E] for query {list(query.shape)}, where Hk divides Hq, got {list(key.shape)}"
         )
-    if not query.is_floating_point() or key.dtype != query.dtype or key.device != query.device:
+    if key.dtype != query.dtype or key.device != query.device:
         raise InvalidArgument(
             f"key: expected query's dtype {query.dtype} and device {query.device}, got {key.dtype} and {key.device}"
         )
@@ -208,6 +219,7 @@ def block_scores(
     return scores.masked_fill(first > last.unsqueeze(-1), -torch.inf)
 
 
+@without_autocast
 def _scaled_products(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """scale query key^T; the query heads of a key head are rows of one product."""
     *batch, heads, rows, width = query.shape
@@ -254,6 +266,7 @@ def _means_of(rows: Tensor, size: int) -> Tensor:
     return torch.cat([means, rows.narrow(-2, whole * size, rest).mean(-2, keepdim=True, dtype=torch.float32)], -2)
 
 
+@without_autocast
 def _largest_scores(query: Tensor, key: Tensor, rows: int, columns: int, causal: bool, scale: float) -> Tensor:
     """The largest score of each block, from pieces of the scores."""
     length, keys = query.shape[-2], key.shape[-2]

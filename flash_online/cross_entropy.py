@@ -354,7 +354,9 @@ def check_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None, ig
             raise IndexError("input: expected [C], [N, C] or [N, C, ...], got a scalar")
     else:
         expected = [1] if input.dim() == 1 else shape[:1] + shape[2:]
-        if input.dim() == 0 or (differ(target.shape, expected) and not (input.dim() == 1 and target.dim() == 0)):
+        if input.dim() == 0:
+            raise IndexError("input: expected [C], [N, C] or [N, C, ...], got a scalar")
+        if differ(target.shape, expected) and not (input.dim() == 1 and target.dim() == 0):
             raise InvalidArgument(
                 f"target: expected {[] if input.dim() <= 1 else expected} for class indices or {shape} "
                 f"for class probabilities, got {list(target.shape)}"
@@ -400,6 +402,12 @@ def reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction:
     return result
 
 
+def autocast_result(target: Tensor, weight: Tensor | None) -> torch.dtype:
+    """The dtype of a loss under autocast: cross_entropy is on its float32 list on every device, and float64 is left alone."""
+    wide = target.dtype == torch.float64 or weight is not None and target.is_floating_point() and weight.dtype == torch.float64
+    return torch.float64 if wide else torch.float32
+
+
 def _mean(rows: Tensor) -> Tensor:
     count = rows.numel()
     return rows.sum() / count if isinstance(count, int) else rows.mean()  # vmap has no rule for a tracer's sizes
@@ -413,8 +421,8 @@ def cross_entropy_impl(
     probabilities = not differ(target.shape, input.shape)
     ignore_index = check_index("ignore_index", ignore_index, any_rank=True)
     label_smoothing = float(label_smoothing) if label_smoothing > 0 else 0.0  # 0 for a negative or NaN one, as in torch
-    if dtype is None and autocasts(input):  # cross_entropy is on autocast's float32 list of every device
-        dtype = torch.float32
+    if dtype is None and autocasts(input):
+        dtype = autocast_result(target, weight)
     result_dtype = input.dtype if dtype is None else dtype
     if probabilities:
         common = torch.promote_types(input.dtype, target.dtype)
@@ -539,7 +547,7 @@ def cross_entropy(
     if dtype is not None:
         check_floating("cross_entropy: result", dtype)
     z_loss = check_float("z_loss", z_loss)
-    check_flag("return_entropy", return_entropy)
+    check_flag("return_lse", return_lse), check_flag("return_entropy", return_entropy)
     return cross_entropy_impl(
         input, target, weight, ignore_index, reduction, label_smoothing, return_lse, z_loss, dtype, return_entropy
     )

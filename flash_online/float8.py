@@ -10,7 +10,15 @@ from torch import Tensor
 from . import _policy
 from ._autograd import without_derivative
 from ._cache_arguments import check_no_gradient, expand_scale
-from ._canonicalize import autocast, canonicalize, check_attention_options, check_types, window_bounds
+from ._canonicalize import (
+    autocast,
+    broadcast_heads,
+    canonicalize,
+    check_attention_options,
+    check_types,
+    expand_sinks,
+    window_bounds,
+)
 from ._checks import check_float, none_as_zero
 from ._ops import SIXTEEN_BITS, InvalidArgument, UnsupportedDtype, direct_call, ops, surfaced
 from ._span_arguments import canonical_spans
@@ -116,7 +124,8 @@ def float8_attention(
     spans = {"query_spans": query_spans, "key_spans": key_spans}
     flags = {"smooth_keys": smooth_keys, "causal": causal, "return_lse": return_lse}
     check_types(tensors, scales | {"sinks": sinks} | spans, flags)
-    check_attention_options(query, -3, window, alignment, softcap, sinks, None, 0.0)
+    heads = broadcast_heads(query, key, value)
+    check_attention_options(query, -3, window, alignment, softcap, sinks, None, 0.0, heads)
     if scale is not None:
         check_float("scale", scale)
     check_no_gradient(tensors, scales | {"sinks": sinks}, function="float8 attention")
@@ -137,9 +146,8 @@ def float8_attention(
         own = [None if t is None else t.flatten(0, -2) for t in own]
         seen = [None if t is None else t.expand(*batch, *t.shape[-3:]).flatten(0, -4) for t in seen]
     left, right = window_bounds(window or (None, None))
-    offset = keys - length if alignment == "lower_right" else 0
-    sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-    visible = (left, 0 if causal else right, offset, *seen)
+    sinks = None if sinks is None else expand_sinks(sinks, query.shape[-3]).to(torch.float32).contiguous()
+    visible = (left, 0 if causal else right, alignment == "lower_right", *seen)
     options = (float(softcap), sinks, operator_scale(query, scale), out_dtype, return_lse)
     try:
         out, lse = _float8_attention(query, key, value, *own, smooth_keys, *visible, *options)

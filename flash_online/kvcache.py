@@ -40,9 +40,10 @@ from ._canonicalize import (
     check_longest,
     check_packed,
     check_types,
+    longest_of,
     window_bounds,
 )
-from ._checks import check_float, none_as_zero
+from ._checks import check_float, check_tensor, is_traced_size, none_as_zero
 from ._float8_cache import attend_in_float8, check_products
 from ._ops import InvalidArgument, accumulator_of, below_autograd, direct_call, ops, surfaced
 from ._plain import NUMBERS, are_plain, are_plain_numbers, is_compiling
@@ -296,7 +297,7 @@ def _check_appended(key, value, key_cache, value_cache, query, starts, batch) ->
 
 def _longest(query: Tensor, max_seqlen_q: int | None) -> int:
     """The maximal number of queries per sequence, if they are packed."""
-    longest = query.shape[0] if max_seqlen_q is None else max_seqlen_q
+    longest = longest_of(query.shape[0] if max_seqlen_q is None else max_seqlen_q)
     check_longest("max_seqlen_q", longest)
     return longest
 
@@ -330,6 +331,8 @@ def varlen_over_pools(
     """varlen_attention over cached keys, as documented there. The caller has checked types and options."""
     _policy.require_kernel("kvcache_attention", query=query, key=key, value=value)
     named = {"query": query, "key": key, "value": value, "sinks": sinks, "out": out}
+    if out is not None:
+        check_tensor("out", out)
     check_no_gradient(named)
     reads, paged = not is_compiling() and _checked.active, block_table is not None
     if block_table is None:  # each packed key is a page of one row, and a sequence has the pages from its start on
@@ -339,7 +342,7 @@ def varlen_over_pools(
             rows = query.shape[0], key.shape[0]
             _checked.check_packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rows)
         key_pool, value_pool = key.unsqueeze(2), value.unsqueeze(2)
-        longest = torch.sym_min(max_seqlen_k, key.shape[0])
+        longest = key.shape[0] if is_traced_size(key.shape[0]) else torch.sym_min(max_seqlen_k, key.shape[0])
         block_table = cu_seqlens_k[:-1, None] + torch.arange(longest, dtype=torch.int32, device=query.device)
     else:
         for name, pool in (("key", key), ("value", value)):

@@ -30,6 +30,7 @@ from ._autograd import (
 from ._canonicalize import autocasts, check_types
 from ._checks import (
     check_dtype,
+    check_flag,
     check_flags,
     check_float,
     check_floating,
@@ -43,7 +44,14 @@ from ._checks import (
 from ._linear_cross_entropy_ops import CALL_ARGUMENTS, chunk_plan, common_dtype, log_probs_of, top_logits, with_z_gradient
 from ._ops import InvalidArgument, accumulator_of, below_autograd, is_known, ops
 from ._plain import is_compiling
-from .cross_entropy import check_cross_entropy, cross_entropy_rows, entropy_unless_ignored, reduce_rows, reduction_enum
+from .cross_entropy import (
+    autocast_result,
+    check_cross_entropy,
+    cross_entropy_rows,
+    entropy_unless_ignored,
+    reduce_rows,
+    reduction_enum,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -189,7 +197,7 @@ class _ReducedLoss(Function):
             grads = (None,) * 4
         else:
             # No later call reads unit_grads, unless the graph is kept for another backward pass.
-            in_place = not torch._C._autograd._get_current_graph_task_keep_graph() and not transforms_active()
+            in_place = not torch._C._autograd._get_current_graph_task_keep_graph() and not dispatches()
             grads = tuple(None if g is None else _scaled(g, grad, in_place) for g in unit_grads)
         return *grads, None, None, None, None, None, None, None
 
@@ -437,8 +445,8 @@ def linear_cross_entropy_impl(
         _checked.check_targets(target, classes, ignore_index)
     products = product_dtype(input)
     rows = [*batch, *positions] if batch or probabilities else target.shape
-    if dtype is None and autocasts(input):  # cross_entropy is on autocast's float32 list of every device
-        dtype = torch.float32
+    if dtype is None and autocasts(input):
+        dtype = autocast_result(target, weight)
     if dtype is None:
         dtype = common_dtype(products, target)
         if probabilities and weight is not None:
@@ -669,6 +677,7 @@ def linear_cross_entropy(
         check_floating("linear_cross_entropy: result", dtype)
     z_loss = check_float("z_loss", none_as_zero(z_loss))
     logit_options = check_logit_options(input, softcap, scale, top_log_probs, linear_weight.shape[0])
+    check_flag("return_lse", return_lse)
     flags = check_flags(return_z_loss=return_z_loss, return_argmax=return_argmax, return_entropy=return_entropy)
     if return_argmax and linear_weight.shape[0] == 0:
         raise InvalidArgument(f"return_argmax: expected at least one class, got linear_weight {list(linear_weight.shape)}")

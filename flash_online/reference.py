@@ -45,6 +45,7 @@ __all__ = [
     "cross_entropy",
     "linear_cross_entropy",
     "attention_weight_sums",
+    "block_scores",
     "float8_attention",
     "visible",
     "dropout_keep",
@@ -845,9 +846,12 @@ def block_scores(
     """The mean or the largest of the scores between each block of size[0] queries and block of size[1] keys, [..., Hq, nq, nk];
     with `causal`, -inf where a block has no visible pair, and "max" takes visible pairs alone."""
     if scale is None:
-        scale = 1 / math.sqrt(query.shape[-1])
+        scale = 1 / math.sqrt(max(query.shape[-1], 1))
     scores = query @ key.repeat_interleave(query.shape[-3] // key.shape[-3], -3).transpose(-2, -1) * scale
     seen = visible(*scores.shape[-2:], causal=causal, device=query.device)
+    if not scores.numel():
+        counts = (-(-length // rows) for length, rows in zip(scores.shape[-2:], size, strict=True))
+        return scores.new_zeros(*query.shape[:-2], *counts, dtype=torch.float32)
     rows = []
     for i in range(0, scores.shape[-2], size[0]):
         row = []

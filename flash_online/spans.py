@@ -18,7 +18,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from ._checks import check_device, check_flag, check_int, check_tensor
+from ._checks import check_device, check_flag, check_size, check_tensor
 from ._ops import InvalidArgument, is_known
 from ._span_arguments import check_span_rows, in_spans
 
@@ -70,7 +70,7 @@ def documents(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None, L:
         if L is None:
             raise InvalidArgument("L: expected an int >= 0 with cu_seqlens, got None")
         L = _check_length("L", L)
-        ends = torch.nn.functional.pad(cu_seqlens, (0, 1), value=L)
+        ends = torch.cat([cu_seqlens, _one(L, cu_seqlens)])
         return {"key_spans": _from_position(_at_segment(cu_seqlens, ends, L)), "causal": True}
     assert ids is not None
     _check_integers("ids", ids, 2, "[B, L]")
@@ -128,7 +128,8 @@ def tree(parents: Tensor) -> Spans:
     sibling = torch.where(has_next, following - parents * L, L)
     # The nearest ancestor, or the node itself, with a next sibling, or else the root: each step doubles the distance.
     nearest = torch.where(has_next | (parents < 0), own, parents)
-    for _ in range(L.bit_length()):
+    known = type(L) is int and not torch.compiler.is_compiling()  # a tracer keeps L symbolic
+    for _ in range((L if known else _INT32_MAX).bit_length()):
         nearest = nearest.gather(-1, nearest)
     return {"key_spans": _from_position(sibling.gather(-1, nearest)), "causal": True}
 
@@ -152,7 +153,7 @@ def shared_prefix(cu_seqlens: Tensor, L: int) -> Spans:
     _check_starts(cu_seqlens, 2)
     L = _check_length("L", L)
     # The question ends where the last answer ends; that is all that differs from documents.
-    ends = torch.nn.functional.pad(torch.cat([cu_seqlens[:1], cu_seqlens[-1:], cu_seqlens[2:]]), (0, 1), value=L)
+    ends = torch.cat([cu_seqlens[:1], cu_seqlens[-1:], cu_seqlens[2:], _one(L, cu_seqlens)])
     return {"key_spans": _from_position(_at_segment(cu_seqlens, ends, L)), "causal": True}
 
 
@@ -283,9 +284,14 @@ def to_mask(
 _INT32_MAX = 2**31 - 1
 
 
+def _one(number: int, like: Tensor) -> Tensor:
+    """[number], as `like`."""
+    return like.new_zeros(1) + number
+
+
 def _check_length(name: str, length: int) -> int:
     """`length` as an int. Raises TypeError for what is no int, InvalidArgument unless it is from 0 up to the largest int32."""
-    length = check_int(name, length)
+    length = check_size(name, length)
     if is_known(length < 0) or is_known(length > _INT32_MAX):
         raise InvalidArgument(f"{name}: expected an int from 0 to {_INT32_MAX}, got {length}")
     return length

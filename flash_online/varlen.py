@@ -12,7 +12,7 @@ from . import _checked
 from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTensors, given_sparsity
 from ._attention_derivatives import gradient_jvp
 from ._autograd import Description, differentiable
-from ._canonicalize import cast_and_check, check_attention, check_packed, expand_slopes, window_bounds
+from ._canonicalize import cast_and_check, check_attention, check_packed, expand_slopes, longest_of, window_bounds
 from ._checks import none_as_zero
 from ._ops import InvalidArgument, accumulator_of, ops
 from ._plain import is_compiling
@@ -193,6 +193,7 @@ def varlen_attention(
     Precision of float32 on CUDA: as in `attention`. Source, also of the interface: FlashAttention-2 (arXiv 2307.08691).
     """
     softcap = none_as_zero(softcap)
+    max_seqlen_q, max_seqlen_k = longest_of(max_seqlen_q), longest_of(max_seqlen_k)
     check_attention(
         query, key, value, None, -2, causal=causal, window=window, alignment=alignment, softcap=softcap, scale=scale,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, return_lse=return_lse, deterministic=deterministic,

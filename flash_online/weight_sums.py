@@ -57,8 +57,9 @@ def attention_weight_sums(
     if last is not None and check_int("last", last) < 0:
         raise InvalidArgument(f"last: expected None or an int >= 0, got {last}")
     query, key, _, _ = cast_and_check("attention_weight_sums", query.detach(), key.detach(), key.detach(), None, 0.0)
+    if not lse.is_floating_point():
+        raise InvalidArgument(f"lse: expected a floating dtype, got {lse.dtype}")
     query, key, _, _, restore = canonicalize(query, key, key, None)
-    length, keys = query.shape[-2], key.shape[-2]
     rows = lse.detach()
     while rows.dim() < query.dim() - 1:
         rows = rows.unsqueeze(0)
@@ -67,12 +68,10 @@ def attention_weight_sums(
     if lse.device != query.device:
         raise InvalidArgument(f"lse: expected query's device {query.device}, got {lse.device}")
     left, right = window_bounds(window or (None, None))
-    offset = keys - length if alignment == "lower_right" else 0
-    if last is not None and last < length:
-        query, rows, offset = query[..., length - last :, :], rows[..., length - last :], offset + length - last
     batch = query.shape[:-3]
     if len(batch) > 1:
         query, key, rows = query.flatten(0, -4), key.flatten(0, -4), rows.flatten(0, -3)
-    options = (left, 0 if causal else right, offset, operator_scale(query, scale), float(softcap))
-    sums = _weight_sums(query, key, rows.to(accumulator_of(query.dtype)), *options)
+    visible = (left, 0 if causal else right, alignment == "lower_right", -1 if last is None else last)
+    options = (operator_scale(query, scale), float(softcap))
+    sums = _weight_sums(query, key, rows.to(accumulator_of(query.dtype)), *visible, *options)
     return restore(sums.unflatten(0, batch) if len(batch) > 1 else sums)

@@ -2,6 +2,7 @@
 // CUDA runtime. Sizes count elements; strides count elements of the tensor they belong to.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "config.h"
@@ -271,10 +272,14 @@ struct BlockTopkProblem {
   int64_t rows = 1, columns = 1;  // of a block of queries and of a block of keys, in any unit
   int32_t *counts = nullptr, *indices = nullptr;  // [lists], [lists, k]; what follows a list's count is key_blocks
 
-  // The block of keys with the last query of a list's block of queries.
-  FLASH_ONLINE_HD constexpr int64_t own(int64_t list) const {
-    const int64_t block = ((list % query_blocks + 1) * rows - 1) / columns;
-    return block < key_blocks ? block : key_blocks - 1;
+  // The block of keys with the last query of a list's block of queries. A last block that is not full has its last query
+  // earlier: the scores of blocks after that query are -inf.
+  FLASH_ONLINE_HD int64_t own(int64_t list) const {
+    const int64_t of_full = ((list % query_blocks + 1) * rows - 1) / columns;
+    const int64_t last = of_full < key_blocks ? of_full : key_blocks - 1;
+    for (int64_t block = last; block >= 0; --block)
+      if (scores[list * key_blocks + block] != -INFINITY) return block;
+    return last;
   }
 };
 

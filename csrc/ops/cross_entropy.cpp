@@ -1,5 +1,4 @@
 // Cross-entropy of classes or probabilities, with its backward passes. The classes are dimension 1.
-#include <array>
 #include <tuple>
 
 #include "operators.h"
@@ -80,13 +79,20 @@ void set_losses(RowProblem& problem, const RowLosses& losses, bool entropy) {
   if (entropy) problem.entropy = losses.entropy.data_ptr();
 }
 
+// A row of no probabilities: its loss and its entropy are sums without a term, where a formula with lse, -inf, gives NaN.
+bool has_no_terms(const RowProblem& problem) { return problem.classes == 0 && problem.target == nullptr; }
+
 template <class Device>
 RowLosses forward(Arguments arguments, bool entropy) {
   RowProblem problem = prepare<Device>(arguments);
   const Tensor& input = arguments.input;
-  const RowLosses losses = empty_losses(without_dim(sizes_of(input), 1), input, entropy);
+  RowLosses losses = empty_losses(without_dim(sizes_of(input), 1), input, entropy);
   set_losses(problem, losses, entropy);
   run_checked<Device>(Device::kernels().cross_entropy, problem, input);
+  if (has_no_terms(problem)) {
+    torch::stable::zero_(losses.loss);
+    torch::stable::zero_(losses.entropy);
+  }
   return losses;
 }
 
@@ -171,15 +177,6 @@ using InPlaceResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 struct Wanted {
   bool target_grad, forward, entropy;  // entropy: with `forward`
 };
-
-// tensor[begin : begin + count], a view. torch::stable::narrow is no alternative: its symbol is not one of the shims with a
-// stable ABI.
-Tensor rows_of(const Tensor& tensor, int64_t begin, int64_t count) {
-  using torch::stable::detail::from;
-  std::array<StableIValue, 4> stack{from(tensor), from(int64_t{0}), from(begin), from(count)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::narrow", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
 
 void copy_to(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
 
@@ -304,7 +301,7 @@ struct LossOnCpu : RowsOnCpu {
     const int64_t buffer_rows = std::max<int64_t>(kBufferBytes / row_bytes, 1);
     for (int64_t begin = 0; begin < rows; begin += buffer_rows) {
       const int64_t count = std::min(buffer_rows, rows - begin);
-      const auto rows_here = [&](const Tensor& tensor) { return rows_of(tensor, begin, count); };
+      const auto rows_here = [&](const Tensor& tensor) { return narrow(tensor, 0, begin, count); };
       const auto rows_if = [&](const std::optional<Tensor>& tensor) {
         return tensor ? std::optional(rows_here(*tensor)) : std::nullopt;
       };
@@ -386,6 +383,7 @@ std::tuple<Tensor, Tensor> cross_entropy_loss(Tensor input, Tensor target, std::
   Arguments arguments{input, target, weight, ignore_index, label_smoothing};
   ReducedLoss reduced = prepare_loss<Device>(arguments, dtype);
   Device::run_loss(reduced, mean, input);
+  if (has_no_terms(reduced.problem) && !mean) torch::stable::zero_(reduced.result);
   return {reduced.result, reduced.numbers};
 }
 

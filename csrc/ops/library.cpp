@@ -83,20 +83,21 @@ STABLE_TORCH_LIBRARY(flash_online, m) {
          "float? scale, float softcap, float dropout_p, bool deterministic, bool tf32=False, Tensor? query_spans=None, "
          "Tensor? key_spans=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)");
   // The sums of exp(score - lse) per key over the queries, float32 [batch, heads, keys]: query and key [batch, heads, length,
-  // head_dim], lse [batch, heads, queries], as attention_forward returns it. Query i is at position i + offset.
+  // head_dim], lse [batch, heads, queries], as attention_forward returns it. Of the last `last` queries alone, or all if < 0.
   define(m,
-         "attention_weight_sums(Tensor query, Tensor key, Tensor lse, SymInt window_left, SymInt window_right, SymInt offset, "
-         "float? scale, float softcap) -> Tensor sums");
+         "attention_weight_sums(Tensor query, Tensor key, Tensor lse, SymInt window_left, SymInt window_right, "
+         "bool lower_right, SymInt last, float? scale, float softcap) -> Tensor sums");
   // Attention with products in e4m3, without gradients: query [batch, heads, queries, head_dim], key and value [batch, key
   // heads, keys, width], all e4m3, with scales (float32 [batch, key heads], none: 1) that they are multiplied by; or all of one
   // 16-bit dtype, quantised by the largest finite magnitude of a batch and key head, and keys less their mean over the sequence
-  // if smooth_keys. Query i is at position i + offset. sinks: float32 [heads]. out: 16 bits, strides in the query's order; lse
+  // if smooth_keys. sinks: float32 [heads]. out: 16 bits, strides in the query's order; lse
   // [batch, heads, queries], float32, without elements unless it is wanted.
-  define(m,
-         "float8_attention(Tensor query, Tensor key, Tensor value, Tensor? query_scale, Tensor? key_scale, "
-         "Tensor? value_scale, bool smooth_keys, SymInt window_left, SymInt window_right, SymInt offset, Tensor? query_spans, "
-         "Tensor? key_spans, float softcap, Tensor? sinks, float? scale, ScalarType out_dtype, bool return_lse) -> "
-         "(Tensor out, Tensor lse)");
+  define(
+      m,
+      "float8_attention(Tensor query, Tensor key, Tensor value, Tensor? query_scale, Tensor? key_scale, "
+      "Tensor? value_scale, bool smooth_keys, SymInt window_left, SymInt window_right, bool lower_right, Tensor? query_spans, "
+      "Tensor? key_spans, float softcap, Tensor? sinks, float? scale, ScalarType out_dtype, bool return_lse) -> "
+      "(Tensor out, Tensor lse)");
   // The weights that dropout keeps: bool [batch, heads, queries, keys], from batch_begin and query_begin on.
   define(m,
          "attention_dropout_mask(Tensor rng, SymInt batch_begin, SymInt batch, SymInt heads, SymInt query_begin, "

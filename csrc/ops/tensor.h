@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <sstream>
@@ -197,6 +198,15 @@ inline bool has_sizes(const Tensor& tensor, const std::vector<int64_t>& sizes) {
 // there is nothing to copy.
 inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+// The elements [begin, begin + count) of a dimension, a view. torch::stable::narrow is no alternative: its symbol is not one of
+// the shims with a stable ABI.
+inline Tensor narrow(const Tensor& tensor, int64_t dim, int64_t begin, int64_t count) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 4> stack{from(tensor), from(dim), from(begin), from(count)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::narrow", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 // An executor with threads of torch's pool, and its own memory or memory from torch's allocator. `items`, the number of work

@@ -516,3 +516,28 @@ def test_mask_expanded_by_hand(device):
     leaf = lay_out(torch.randn(6, 6, device=device), "sliced").expand(2, 3, 6, 6).requires_grad_()
     (grad,) = torch.autograd.grad(flash_online.attention(query, key, value, mask=leaf).square().sum(), leaf)
     assert grad.shape == leaf.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask_shape", [(2, 1, 2, 1, 0), (2, 1, 1, 1, 0), (2, 1, 2, 7, 0)], ids=str)
+def test_a_mask_without_keys_over_batches_that_do_not_fuse(mask_shape, dtype, device):
+    """The outer batches are separate problems, which share the scratch of the first one."""
+    query, key = torch.randn(2, 3, 2, 7, 8, dtype=dtype, device=device), torch.randn(2, 3, 2, 0, 8, dtype=dtype, device=device)
+    leaves = [tensor.requires_grad_() for tensor in (query, key, key.clone())]
+    mask = torch.zeros(mask_shape, dtype=dtype, device=device)
+    for _ in range(20):
+        out, lse = flash_online.attention(*leaves, mask=mask, return_lse=True)
+        out.sum().backward()
+        assert not out.any() and (lse == -INF).all() and not query.grad.any()
+
+
+def test_sinks_and_slopes_of_a_query_head_that_is_broadcast(device):
+    query, key = torch.randn(1, 1, 5, 8, device=device), torch.randn(1, 3, 7, 8, device=device)
+    for options in ({"sinks": torch.randn(3)}, {"alibi_slopes": torch.rand(3)}):
+        ((name, whole),) = options.items()
+        for numbers in (whole.to(device), whole[:1].to(device)):
+            found = flash_online.attention(query, key, key, **{name: numbers})
+            expected = flash_online.attention(query.expand(1, 3, 5, 8), key, key, **{name: numbers.expand(3)})
+            assert torch.equal(found, expected)
+        with pytest.raises(flash_online.InvalidArgument, match=f"{name}: expected a floating \\[3\\]"):
+            flash_online.attention(query, key, key, **{name: torch.rand(2, device=device)})

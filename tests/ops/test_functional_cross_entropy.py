@@ -13,6 +13,7 @@ import torch
 from cases import DTYPES
 from drop_in import both_raise, compare
 
+import flash_online
 import flash_online.functional as F
 
 INF = math.inf
@@ -143,3 +144,43 @@ def test_logits_that_change_before_the_backward_pass(device):
                 loss.backward()
         else:
             loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_probabilities_of_no_classes(reduction, device):
+    """A row's loss is a sum of no terms, as torch's."""
+    input = torch.randn(2, 0, device=device, requires_grad=True)
+    target = torch.rand(2, 0, device=device)
+    expected = torch.nn.functional.cross_entropy(input, target, reduction=reduction)
+    for smoothing in (0.0, 0.1):
+        found = F.cross_entropy(input, target, reduction=reduction, label_smoothing=smoothing)
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    found.sum().backward()
+    assert input.grad.shape == (2, 0)
+    linear = F.linear_cross_entropy(
+        torch.randn(2, 3, device=device), torch.randn(0, 3, device=device), target, reduction=reduction
+    )
+    torch.testing.assert_close(linear, expected, equal_nan=True)
+    _, entropy = flash_online.cross_entropy(input, target, return_entropy=True)
+    assert not entropy.any()
+
+
+def test_the_dtype_under_autocast(device):
+    """Autocast leaves float64 alone, and the result is of the widest dtype."""
+    wide = torch.rand(5, dtype=torch.float64, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            input, target = torch.randn(3, 5, device=device).to(dtype), torch.rand(3, 5, device=device)
+            for call in ((target,), (target.double(),), (target, wide), (target, wide.float()), (target.double(), wide)):
+                found, expected = (m.cross_entropy(input, *call) for m in (F, torch.nn.functional))
+                assert found.dtype == expected.dtype
+                torch.testing.assert_close(found, expected)
+        loss = F.linear_cross_entropy(torch.randn(3, 4, device=device), torch.randn(5, 4, device=device), target.double())
+        assert loss.dtype == torch.float64
+
+
+def test_a_scalar_raises_as_torch(device):
+    for target in (torch.tensor([0], device=device), torch.tensor(0.5, device=device), torch.zeros(2, 2, device=device).long()):
+        for module in (F, torch.nn.functional):
+            with pytest.raises(IndexError):
+                module.cross_entropy(torch.tensor(1.0, device=device), target)

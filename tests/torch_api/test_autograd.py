@@ -325,6 +325,34 @@ def test_vmap_of_cross_entropy():
             torch.testing.assert_close(vmap(grad(total), dims)(*given), expected)
 
 
+def test_vmap_over_no_samples():
+    """Shapes and dtypes of the results, where a rule calls the operator once per sample too."""
+    table, targets, weight = torch.randn(5, 4), torch.arange(3), torch.rand(4)
+    for function in (
+        lambda x: F.cross_entropy(x, targets, reduction="none"),
+        lambda x: F.cross_entropy(x, targets),
+        lambda x: F.cross_entropy(x, targets, weight=weight, label_smoothing=0.1),
+        lambda x: F.linear_cross_entropy(x, table, targets),
+        lambda x: flash_online.attention(x[None], x[None], x[None], sinks=weight[:1]),
+    ):
+        for transform in (lambda f: f, lambda f: grad(lambda x: f(x).sum())):
+            one, none = (vmap(transform(function))(torch.randn(n, 3, 4)) for n in (1, 0))
+            assert none.shape == (0, *one.shape[1:]) and none.dtype == one.dtype
+    assert jacrev(lambda x: F.cross_entropy(x, targets[:0], reduction="none"))(torch.randn(0, 4)).shape == (0, 0, 4)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_batched_gradients_of_the_linear_loss(reduction):
+    """is_grads_batched without create_graph: the gradients of the forward pass must not be scaled in place."""
+    input, table, targets = torch.randn(4, 5, requires_grad=True), torch.randn(7, 5, requires_grad=True), torch.arange(4)
+    loss = F.linear_cross_entropy(input, table, targets, reduction=reduction)
+    grads = torch.randn(3, *loss.shape)
+    found = torch.autograd.grad(loss, (input, table), grads, is_grads_batched=True)
+    plain = torch.nn.functional.cross_entropy(input @ table.T, targets, reduction=reduction)
+    expected = torch.autograd.grad(plain, (input, table), grads, is_grads_batched=True)
+    torch.testing.assert_close(found, expected)
+
+
 def test_vmap_of_varlen_attention():
     """Mapped inputs, shared ones, and starts of each sample's own."""
     starts = torch.tensor([[0, 2, 5], [0, 4, 4], [1, 2, 3]], dtype=torch.int32)

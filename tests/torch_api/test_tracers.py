@@ -12,13 +12,93 @@ import pytest
 import torch
 from oracle import Operators
 from torch.export import Dim
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import flash_online
 import flash_online.functional as F
+from flash_online import spans
 
 TF = torch.nn.functional
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:The .grad attribute")
+
+# --- lengths that a caller takes from shapes --------------------------------------------------------------------------------
+
+
+def two_sequences(rows):
+    """Starts of two packed sequences of rows."""
+    return torch.tensor([0, 1, rows], dtype=torch.int32)
+
+
+def packed_like(x, starts, longest):
+    rows = x[0].transpose(0, 1)
+    return flash_online.varlen_attention(rows, rows, rows, starts, starts, longest, longest)
+
+
+def float8_attention(x):
+    x = x.half()
+    return flash_online.float8_attention(x[:, :, 1:], x, x, causal=True, alignment="lower_right").float()
+
+
+def weight_sums(x, last):
+    lse = flash_online.attention(x[:, :, 1:], x, x, causal=True, alignment="lower_right", return_lse=True)[1]
+    return flash_online.attention_weight_sums(x[:, :, 1:], x, lse, causal=True, alignment="lower_right", last=last)
+
+
+# Calls on x [1, 2, L, 8] and starts [3] of two sequences of L rows in all.
+FROM_SHAPES = {
+    "spans.padding": lambda x, starts: flash_online.attention(x, x, x, **spans.padding(starts[1:2], x.shape[2])),
+    "spans.prefix": lambda x, starts: flash_online.attention(x, x, x, causal=True, **spans.prefix(starts[1:2], x.shape[2])),
+    "spans.documents": lambda x, starts: flash_online.attention(x, x, x, **spans.documents(cu_seqlens=starts, L=x.shape[2])),
+    "spans.shared_prefix": lambda x, starts: flash_online.attention(x, x, x, **spans.shared_prefix(starts, x.shape[2])),
+    "spans.sink_window": lambda x, starts: flash_online.attention(x, x, x, **spans.sink_window(1, 2, x.shape[2])),
+    "spans.tree": lambda x, starts: flash_online.attention(
+        x, x, x, **spans.tree(torch.arange(-1, x.shape[2] - 1, device=x.device)[None])
+    ),
+    "spans.to_mask": lambda x, starts: spans.to_mask(x.shape[2], x.shape[2] + 1, causal=True).float(),
+    "packed": lambda x, starts: packed_like(x, starts, x.shape[2]),
+    "float8": lambda x, starts: float8_attention(x),
+    "weight sums": lambda x, starts: weight_sums(x, None),
+    "weight sums of the last": lambda x, starts: weight_sums(x, 3),
+    "cached keys": lambda x, starts: flash_online.kvcache_attention(x, x, x, None),
+    "packed queries over cached keys": lambda x, starts: flash_online.kvcache_attention(
+        x[0].transpose(0, 1), x.expand(2, -1, -1, -1), x.expand(2, -1, -1, -1), None, cu_seqlens_q=starts
+    ),
+}
+
+
+@pytest.mark.parametrize("tracer", ["jit.trace", "make_fx symbolic", "export", "export strict"])
+@pytest.mark.parametrize("name", FROM_SHAPES)
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.script_method")
+def test_a_length_from_a_shape_is_not_the_examples(name, tracer):
+    class Module(torch.nn.Module):
+        def forward(self, x, starts):
+            return FROM_SHAPES[name](x, starts)
+
+    def given(length):
+        return torch.randn(1, 2, length, 8), two_sequences(length)
+
+    with torch.no_grad():
+        if tracer == "jit.trace":
+            made = torch.jit.trace(Module(), given(9), check_trace=False)
+        elif tracer == "make_fx symbolic":
+            made = make_fx(Module(), tracing_mode="symbolic")(*given(9))
+        else:
+            dims = ({2: Dim("length", min=4, max=64)}, None)
+            made = torch.export.export(Module(), given(9), dynamic_shapes=dims, strict=tracer.endswith("strict")).module()
+        for length in (9, 20, 5):
+            inputs = given(length)
+            torch.testing.assert_close(made(*inputs), Module()(*inputs), rtol=0, atol=0)
+
+
+def test_a_trace_refuses_a_size_that_it_would_keep():
+    x, bad = torch.randn(1, 2, 8, 8), {}
+    bad["window"] = lambda x: flash_online.attention(x, x, x, window=(x.shape[2] // 4, 0))
+    bad["last"] = lambda x: weight_sums(x, x.shape[2] // 2)
+    for name, call in bad.items():
+        with pytest.raises((TypeError, flash_online.InvalidArgument), match=f"^{name}: expected .* got "):
+            torch.jit.trace(call, (x,), check_trace=False)
+
 
 # --- symbolic sizes ---------------------------------------------------------------------------------------------------------
 
@@ -224,7 +304,7 @@ def compiled_by_both(function_of):
 
 
 @pytest.mark.parametrize("name", UNBACKED)
-def test_sizes_that_nobody_knows(name, ours_alone):
+def test_sizes_that_are_unknown(name, ours_alone):
     call, kinds, dims = UNBACKED[name]
     compiled, torchs = compiled_by_both(lambda module: lambda *given: call(module, *given))
     inputs = [t.detach() for t in make_inputs(kinds, SIZES)]

@@ -192,3 +192,51 @@ def test_errors(call, message):
     with pytest.raises(RuntimeError) as raised:
         call()
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("length, keys, size", [(129, 300, (128, 64)), (1, 300, (64, 64)), (130, 520, (128, 64))])
+@pytest.mark.parametrize("k", [1, 2])
+def test_topk_of_a_last_block_of_queries_that_is_not_full(length, keys, size, k):
+    """The own block has the last query; blocks of keys after it, which no query sees, take no place."""
+    query, key = torch.randn(1, 1, length, 8), torch.randn(1, 1, keys, 8)
+    for reduce in ("mean", "max"):
+        scores = block_scores(query, key, size, causal=True, reduce=reduce)
+        blocks = BlockList.topk(scores, k, causal=True, size=size)
+        chosen = seen_by(blocks, scores.shape[-1])
+        own = (torch.arange(1, scores.shape[-2] + 1) * size[0]).clamp(max=length).sub(1) // size[1]
+        assert chosen.gather(-1, own[None, None, :, None]).all() and not (chosen & scores.isneginf()).any()
+        lse = flash_online.attention(query, key, key, causal=True, blocks=blocks, return_lse=True)[1]
+        assert lse[..., -1].isfinite().all()
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_scores_under_autocast_are_those_without(reduce):
+    query, key = torch.randn(1, 2, 130, 16), torch.randn(1, 1, 200, 16)
+    for wants_gradient in (False, True):
+        given = query.clone().requires_grad_(wants_gradient), key
+        expected = block_scores(*given, (64, 64), reduce=reduce)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = block_scores(*given, (64, 64), reduce=reduce)
+        assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: BlockList.dense(-1, 5), flash_online.InvalidArgument, "L: expected an int >= 0, got -1"),
+        (lambda: BlockList.dense(1, 5, (64.0, 64)), flash_online.InvalidArgument, "size: expected a pair"),
+        (lambda: BlockList.dense(64, 64).transpose(-1), flash_online.InvalidArgument, "key_blocks: expected None or an int"),
+        (lambda: BlockList.from_flex(None), TypeError, "block_mask: expected a BlockMask of FlexAttention, got NoneType"),
+        (lambda: block_scores(*[torch.ones(1, 1, 4, 4)] * 2, (64, 64), scale="x"), TypeError, "scale: expected"),
+        (lambda: block_scores(*[torch.ones(1, 1, 4, 4).int()] * 2, (64, 64)), NotImplementedError, "query: expected dtype"),
+        (
+            lambda: block_scores(*[torch.ones(1, 1, 4, 4).to_sparse()] * 2, (64, 64)),
+            NotImplementedError,
+            "flash_online.block_scores: query: a sparse tensor",
+        ),
+    ],
+)
+def test_errors_name_the_argument(call, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        call()
+    assert BlockList.topk(torch.randn(3, 4), 10**20).indices.shape == (3, 4)

@@ -59,7 +59,7 @@ inline void check_spans(const Tensor* spans, const char* name, const std::vector
           " in dimension ", i, ", got ", spans->size(i));
   check(spans->size(leading) == rows, name, ": expected ", rows, " rows, got ", shape_of(*spans));
   const int64_t bounds = spans->size(leading + 1);
-  check((bounds == 2 || bounds == 4) && spans->stride(leading + 1) == 1, name,
+  check((bounds == 2 || bounds == 4) && (spans->stride(leading + 1) == 1 || spans->numel() == 0), name,
         ": expected 2 or 4 bounds side by side in the last dimension, got ", shape_of(*spans));
 }
 
@@ -285,9 +285,9 @@ class DenseCall : public AttentionCall {
       problem.batch = batches.inner_size();
       problem.batch_begin = outer * problem.batch;
       const auto pointer = [&](TensorIndex index) -> void* {
-        if (!all[index]) return nullptr;
-        const int64_t offset = batches.outer_offset(index, outer) * size_of(dtype_of(*all[index]));
-        return static_cast<std::byte*>(all[index]->data_ptr()) + offset;
+        // A tensor without elements stays null in every problem: scratch is allocated once, for the first of them.
+        const auto data = all[index] ? static_cast<std::byte*>(all[index]->data_ptr()) : nullptr;
+        return data ? data + batches.outer_offset(index, outer) * size_of(dtype_of(*all[index])) : nullptr;
       };
       const auto set_view = [&](TensorIndex index, auto& view) {
         if (!all[index]) return;
@@ -307,7 +307,8 @@ class DenseCall : public AttentionCall {
       const auto set_spans = [&](TensorIndex index, SpanView& view) {
         if (!all[index]) return;
         view = view_of_spans(*all[index]);
-        view.data = all[index]->const_data_ptr<int32_t>() + batches.outer_offset(index, outer);
+        const int32_t* const data = all[index]->const_data_ptr<int32_t>();
+        view.data = data ? data + batches.outer_offset(index, outer) : nullptr;
         view.stride[0] = batches.inner_stride(index);
       };
       set_spans(kQuerySpans, problem.query_spans);

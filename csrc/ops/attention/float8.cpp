@@ -64,7 +64,7 @@ template <class Device>
 std::tuple<Tensor, Tensor> float8_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                             const std::optional<Tensor>& query_scale, const std::optional<Tensor>& key_scale,
                                             const std::optional<Tensor>& value_scale, bool smooth_keys, int64_t window_left,
-                                            int64_t window_right, int64_t offset, const std::optional<Tensor>& query_spans,
+                                            int64_t window_right, bool lower_right, const std::optional<Tensor>& query_spans,
                                             const std::optional<Tensor>& key_spans, double softcap,
                                             const std::optional<Tensor>& sinks, std::optional<double> scale,
                                             ScalarType out_dtype, bool return_lse) {
@@ -92,7 +92,7 @@ std::tuple<Tensor, Tensor> float8_attention(const Tensor& query, const Tensor& k
   attention.key_heads = attention.value_heads = key.size(1);
   attention.queries = query.size(2), attention.keys = key.size(2);
   attention.head_dim = query.size(3), attention.head_dim_v = value.size(3);
-  attention.visible = {window_left, window_right, offset};
+  attention.visible = {window_left, window_right, lower_right ? attention.keys - attention.queries : 0};
   attention.scale = scale_of(scale, attention.head_dim);
   attention.softcap = softcap;
   if (sinks) {

@@ -95,18 +95,25 @@ void sums_by_row_statistics(const AttentionProblem& problem, const Tensor& like,
 }
 
 template <class Device>
-Tensor attention_weight_sums(const Tensor& query, const Tensor& key, const Tensor& lse, int64_t window_left,
-                             int64_t window_right, int64_t offset, std::optional<double> scale, double softcap) {
-  check_floating(query, "query");
-  check_device(key, "key", query, "query");
-  check_device(lse, "lse", query, "query");
-  check_query_and_key(query, key);
-  const int64_t heads = query.size(1), key_heads = key.size(1);
-  check(lse.scalar_type() == accumulator_of(query.scalar_type()), "lse: expected dtype float32 (float64 for float64), got ",
-        NameOfDtype{lse});
-  const std::vector<int64_t> rows{query.size(0), heads, query.size(2)};
-  check(sizes_of(lse) == rows, "lse: expected ", Sizes{rows}, ", got ", shape_of(lse));
+Tensor attention_weight_sums(const Tensor& every_query, const Tensor& key, const Tensor& every_lse, int64_t window_left,
+                             int64_t window_right, bool lower_right, int64_t last, std::optional<double> scale,
+                             double softcap) {
+  check_floating(every_query, "query");
+  check_device(key, "key", every_query, "query");
+  check_device(every_lse, "lse", every_query, "query");
+  check_query_and_key(every_query, key);
+  const int64_t heads = every_query.size(1), key_heads = key.size(1), length = every_query.size(2);
+  check(every_lse.scalar_type() == accumulator_of(every_query.scalar_type()),
+        "lse: expected dtype float32 (float64 for float64), got ", NameOfDtype{every_lse});
+  const std::vector<int64_t> rows{every_query.size(0), heads, length};
+  check(sizes_of(every_lse) == rows, "lse: expected ", Sizes{rows}, ", got ", shape_of(every_lse));
   check(softcap >= 0, "softcap: expected 0 (none) or more, got ", softcap);
+  Tensor query = every_query, lse = every_lse;
+  const int64_t first = last < 0 || last > length ? 0 : length - last;
+  if (first > 0) {
+    query = narrow(query, 2, first, last);
+    lse = narrow(lse, 2, first, last);
+  }
 
   Tensor sums = empty({query.size(0), heads, key.size(2)}, ScalarType::Float, query);
   if (sums.numel() == 0) return sums;
@@ -119,7 +126,7 @@ Tensor attention_weight_sums(const Tensor& query, const Tensor& key, const Tenso
   problem.head_dim = query.size(3);
   set_view(query, problem.query);
   set_view(key, problem.key);
-  problem.visible = {window_left, window_right, offset};
+  problem.visible = {window_left, window_right, first + (lower_right ? problem.keys - length : 0)};
   problem.scale = scale_of(scale, problem.head_dim);
   problem.softcap = softcap;
   problem.lse = own_lse.data_ptr();
