@@ -151,14 +151,21 @@ def check_attention_options(
     own = query.shape[heads_dim] if not query.is_nested and query.dim() >= -heads_dim else 1
     heads = own if heads is None else heads
     if sinks is not None and (
-        tuple(sinks.shape) not in ((heads,), (own,)) or not sinks.is_floating_point() or sinks.device != query.device
+        sinks.dim() != 1
+        or not (sinks.shape[0] == heads or sinks.shape[0] == own)
+        or not sinks.is_floating_point()
+        or sinks.device != query.device
     ):
         raise InvalidArgument(
             f"sinks: expected a floating [{heads}], one logit per query head, on {query.device}, got {list(sinks.shape)} "
             f"{sinks.dtype} on {sinks.device}"
         )
     if alibi_slopes is not None:
-        if alibi_slopes.dim() < 1 or alibi_slopes.shape[-1] not in (heads, own) or not alibi_slopes.is_floating_point():
+        if (
+            alibi_slopes.dim() < 1
+            or not (alibi_slopes.shape[-1] == heads or alibi_slopes.shape[-1] == own)
+            or not alibi_slopes.is_floating_point()
+        ):
             raise InvalidArgument(
                 f"alibi_slopes: expected a floating [{heads}] or [..., {heads}], one slope per query head, got "
                 f"{list(alibi_slopes.shape)} {alibi_slopes.dtype}"

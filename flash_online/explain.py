@@ -326,7 +326,7 @@ def _float8_kernel(call: SimpleNamespace) -> tuple[str, dict[str, str]]:
         call.smooth_keys,
         call.window_left,
         call.window_right,
-        call.offset,
+        call.key.shape[-2] - call.query.shape[-2] if call.lower_right else 0,
         tuple(0 if spans is None else spans.shape[-1] // 2 for spans in (call.query_spans, call.key_spans)),
         call.sinks is not None,
         call.scale,

@@ -117,7 +117,7 @@ def test_holes_in_the_padding():
 def test_padding_as_spans(spec, side, monkeypatch):
     """As on Hopper in long sequences: padding in one run becomes spans, with gradients too."""
     monkeypatch.setattr(_transformers_masks, "_prefers_spans", lambda tokens: True)
-    monkeypatch.setattr(integration, "_16_BIT", (torch.float32,))
+    monkeypatch.setattr(integration, "SIXTEEN_BITS", (torch.float32,))
     calls = []
 
     def watched(*arguments):

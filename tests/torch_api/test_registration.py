@@ -194,11 +194,11 @@ def float8_calls(dtype, layout):
     value = torch.randn(2, 2, key.shape[-2], 6, dtype=dtype)
     spans = torch.tensor([[0, 4]] * 3, dtype=torch.int32).expand(1, 4, 3, 2), torch.tensor([[1, 3]] * 5, dtype=torch.int32)
     spans = spans[0], spans[1].expand(2, 1, 5, 2)[:, :, : key.shape[-2]]
-    plain = (-1, -1, 0, None, None, 0.0, None, 0.5)
+    plain = (-1, -1, False, None, None, 0.0, None, 0.5)
     yield RAW.float8_attention, (query, key, value, None, None, None, True, *plain, dtype, False)
     narrow = (t.to(torch.float8_e4m3fn) for t in (query, key, value))
     scales = torch.rand(2, 2), torch.rand(2, 1).expand(2, 2), torch.rand(()).expand(2, 2)
-    options = (2, 1, 1, *spans, 2.0, torch.randn(4), None)
+    options = (2, 1, True, *spans, 2.0, torch.randn(4), None)
     yield RAW.float8_attention, (*narrow, *scales, False, *options, torch.bfloat16, True)
 
 
@@ -218,7 +218,8 @@ def calls(dtype, layout):
             yield operator, varlen_forward_arguments(dtype, layout, all_options)
         yield RAW.attention_varlen_backward, varlen_backward_arguments(dtype, layout, all_options)
     query, key, _ = attention_tensors(dtype, layout)
-    yield RAW.attention_weight_sums, (query, key, query[..., 0].to(accumulator_of(dtype)), -1, 0, 2, 0.5, 2.0)
+    for visible in ((-1, 0, False, -1), (2, 1, True, 2)):
+        yield RAW.attention_weight_sums, (query, key, query[..., 0].to(accumulator_of(dtype)), *visible, 0.5, 2.0)
     yield from float8_calls(dtype if dtype.itemsize == 2 else torch.bfloat16, layout)
     outs, lses = parts(dtype)
     yield RAW.attention_dropout_mask, (torch.tensor([1, 2]), 1, 2, 3, 1, 4, 5, 0.5)

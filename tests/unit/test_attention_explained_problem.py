@@ -41,7 +41,7 @@ def shown(monkeypatch):
 def test_float8_problem(shown):
     query, key = torch.empty(2, 20, 4, 64).transpose(1, 2).to(torch.float8_e4m3fn), torch.empty(2, 2, 30, 64)
     key, spans = key.to(torch.float8_e4m3fn), torch.zeros(1, 1, 30, 4, dtype=torch.int32)
-    options = (5, 0, 10, None, spans, 3.0, None, 0.125, torch.bfloat16, True)
+    options = (5, 0, True, None, spans, 3.0, None, 0.125, torch.bfloat16, True)
     arguments = (query, key, key, None, torch.ones(2, 2), None, False, *options)
     found = explain._float8_kernel(call("float8_attention", *arguments))
     assert found == ("flash_online's CUDA kernel (float8)", {"flash_online's CUDA kernel (other)": "the GPU is another"})
