@@ -140,7 +140,7 @@ def check_attention_options(
             raise InvalidArgument(f"window: expected None or a pair (left, right), got {window!r}")
         for side, bound in zip(("left", "right"), window, strict=True):
             if bound is not None and (not isinstance(bound, (int, torch.SymInt)) or isinstance(bound, bool) or bound < 0):
-                got = f"{type(bound).__name__} {bound}" if not isinstance(bound, int) or isinstance(bound, bool) else bound
+                got = bound if type(bound) is int else f"{type(bound).__name__} {bound}"
                 raise InvalidArgument(f"window: expected None or an int >= 0 on the {side}, got {got}")
     if alignment not in ("upper_left", "lower_right"):
         raise InvalidArgument(f"alignment: expected 'upper_left' or 'lower_right', got {alignment!r}")
