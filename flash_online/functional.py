@@ -267,6 +267,8 @@ def _cross_entropy(input, target, weight, size_average, ignore_index, reduce, re
         )
     reduction = reduction_enum(reduction, size_average, reduce)
     check_cross_entropy(input, target, weight, ignore_index, label_smoothing)
+    if input.dim() > 2 and target.dtype == torch.uint8:
+        raise InvalidArgument(f"target: expected dtype int64 for an input of {input.dim()} dimensions, got torch.uint8")
     _check_weight_dtype(input, target, weight)
     return cross_entropy_impl(input, target, weight, ignore_index, reduction, label_smoothing, False, 0.0, None)
 

@@ -73,6 +73,8 @@ def flashmask_attention(
     dropout = check_float("dropout", dropout)
     if not 0 <= dropout <= 1:
         raise InvalidArgument(f"dropout: expected a probability in [0, 1], got {dropout}")
+    if softmax_scale is not None:
+        check_float("softmax_scale", softmax_scale)
     words: spans.Spans = {"causal": causal}
     if startend_row_indices is not None:
         words = spans.from_flashmask(startend_row_indices, causal, L=query.shape[1])

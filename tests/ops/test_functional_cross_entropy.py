@@ -179,6 +179,15 @@ def test_the_dtype_under_autocast(device):
         assert loss.dtype == torch.float64
 
 
+def test_classes_in_uint8_raise_as_torch_with_positions(device):
+    input, target = torch.randn(2, 5, 3, device=device), torch.zeros(2, 3, dtype=torch.uint8, device=device)
+    for module in (F, torch.nn.functional):
+        with pytest.raises(RuntimeError):
+            module.cross_entropy(input, target)
+    torch.testing.assert_close(*(m.cross_entropy(input[..., 0], target[:, 0]) for m in (F, torch.nn.functional)))
+    assert flash_online.cross_entropy(input, target).isfinite()
+
+
 def test_a_scalar_raises_as_torch(device):
     for target in (torch.tensor([0], device=device), torch.tensor(0.5, device=device), torch.zeros(2, 2, device=device).long()):
         for module in (F, torch.nn.functional):
