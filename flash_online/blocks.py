@@ -119,7 +119,8 @@ class BlockList(NamedTuple):
             scores: floating `[..., 1 or Hq, nq, nk]`, as `block_scores` returns them.
             k: how many, at least 1.
             causal: blocks of keys that begin after a block of queries are left out, and the block's own keys are always among
-                the k: the block of keys with its last query.
+                the k: the block of keys with its last query. Where the last block of queries is not full, -inf says which
+                blocks of keys come after that query, as in the scores of `block_scores(causal=True)`.
             size: as in BlockList; needed where blocks of queries and of keys differ.
 
         Raises:
