@@ -55,6 +55,12 @@ def dispatches() -> bool:
     return _is_key_included(_BATCHED_GRADIENTS)
 
 
+def is_traced() -> bool:
+    """Returns whether the compiler, another tracer, a transform or a mode sees this call. Sizes may then be symbolic, which no
+    cache holds, and nothing that was saved may be written."""
+    return dispatches() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def requires_grad(tensors) -> bool:
     """Returns whether autograd records a call with these arguments."""
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)

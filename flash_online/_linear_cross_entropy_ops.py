@@ -333,18 +333,18 @@ def _run(
 # none) make the logits softcap * tanh(scale * (input linear_weight^T + linear_bias) / softcap). argmax: int64 [N, P], the class
 # of the largest logit, or empty. top_log_probs and top_classes: [N, P, top], or empty.
 
-_ARGUMENTS = (
+ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, Tensor? weight, Tensor? row_scale, "
     "int ignore_index, float label_smoothing, ScalarType dtype, float scale, float softcap"
 )
-_EXTRAS = "bool return_argmax=False, bool return_entropy=False, int top=0"
+EXTRAS = "bool return_argmax=False, bool return_entropy=False, int top=0"
 _ROWS = "Tensor loss, Tensor lse, Tensor row_weight, Tensor entropy, Tensor argmax, Tensor top_log_probs, Tensor top_classes"
 _GRADIENTS = "Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias, Tensor grad_target"
-CALL_ARGUMENTS = 11  # that all three have: _ARGUMENTS
+CALL_ARGUMENTS = 11  # that all three have: ARGUMENTS
 _ROW_RESULTS = 7  # of a forward pass: _ROWS
 
 
-def _forward(*arguments):
+def forward_of_rows(*arguments):
     argmax, entropy, top = (*arguments[CALL_ARGUMENTS:], *(False, False, 0)[len(arguments) - CALL_ARGUMENTS :])
     return _run(*arguments[:CALL_ARGUMENTS], True, argmax=argmax, entropy=entropy, top=top)[:_ROW_RESULTS]
 
@@ -361,7 +361,7 @@ def _step(*arguments):
     return _run(*arguments[:CALL_ARGUMENTS], True, grad_loss, None, lse_factor, wanted, *extras)
 
 
-def _forward_fake(input, linear_weight, linear_bias, target, weight, row_scale, *others):
+def fake_of_rows(input, linear_weight, linear_bias, target, weight, row_scale, *others):
     _, _, dtype, _, _, *extras = others
     extras = (*extras, *(False, False, 0)[len(extras) :])
     return _empty_rows(input, linear_weight.shape[1], accumulator_of(common_dtype(dtype, target)), True, *extras)
@@ -373,24 +373,24 @@ def _backward_fake(*arguments):
 
 def _step_fake(*arguments):
     _, _, wanted, *extras = arguments[CALL_ARGUMENTS:]
-    return *_forward_fake(*arguments[:CALL_ARGUMENTS], *extras), *_empty_gradients(arguments[:4], wanted)
+    return *fake_of_rows(*arguments[:CALL_ARGUMENTS], *extras), *_empty_gradients(arguments[:4], wanted)
 
 
-def _forward_flops(input, linear_weight, *others, wanted=_NONE_WANTED, out_shape=None, **kwargs) -> int:
+def flops_of_rows(input, linear_weight, *others, wanted=_NONE_WANTED, out_shape=None, **kwargs) -> int:
     (rows, hidden), (classes, positions, _) = input, linear_weight
     wants_input, wants_linear_weight, *_ = wanted
     return 2 * rows * hidden * classes * positions * (1 + bool(wants_input) + bool(wants_linear_weight))
 
 
 def _backward_flops(*arguments, out_shape=None, **kwargs) -> int:
-    return _forward_flops(*arguments, wanted=arguments[CALL_ARGUMENTS + 3])
+    return flops_of_rows(*arguments, wanted=arguments[CALL_ARGUMENTS + 3])
 
 
 def _step_flops(*arguments, out_shape=None, **kwargs) -> int:
-    return _forward_flops(*arguments, wanted=arguments[CALL_ARGUMENTS + 2])
+    return flops_of_rows(*arguments, wanted=arguments[CALL_ARGUMENTS + 2])
 
 
-def _define(name: str, schema: str, run, fake, flops) -> None:
+def define(name: str, schema: str, run, fake, flops) -> None:
     def kernel(input, *others):
         # Autocast is off: the products run in `dtype`.
         with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
@@ -411,24 +411,24 @@ def _define_overloads(name: str, schema: str) -> None:
         _fragment.define(f"{overload}{schema}")
 
 
-_define(
+define(
     "linear_cross_entropy_forward",
-    f"({_ARGUMENTS}, {_EXTRAS}) -> ({_ROWS})",
-    _forward,
-    _forward_fake,
-    _forward_flops,
+    f"({ARGUMENTS}, {EXTRAS}) -> ({_ROWS})",
+    forward_of_rows,
+    fake_of_rows,
+    flops_of_rows,
 )
-_define(
+define(
     "linear_cross_entropy_backward",
-    f"({_ARGUMENTS}, Tensor grad_loss, Tensor? grad_lse, Tensor? lse_factor, bool[] wanted, Tensor? grad_entropy=None, "
+    f"({ARGUMENTS}, Tensor grad_loss, Tensor? grad_lse, Tensor? lse_factor, bool[] wanted, Tensor? grad_entropy=None, "
     f"Tensor? entropy=None) -> ({_GRADIENTS})",
     _backward,
     _backward_fake,
     _backward_flops,
 )
-_define(
+define(
     "linear_cross_entropy_step",
-    f"({_ARGUMENTS}, Tensor grad_loss, Tensor? lse_factor, bool[] wanted, {_EXTRAS}) -> ({_ROWS}, {_GRADIENTS})",
+    f"({ARGUMENTS}, Tensor grad_loss, Tensor? lse_factor, bool[] wanted, {EXTRAS}) -> ({_ROWS}, {_GRADIENTS})",
     _step,
     _step_fake,
     _step_flops,

@@ -650,8 +650,8 @@ _register("block_tiles", _block_tiles_fake, _block_tiles_vmap, _no_flops)
 
 
 def _block_means_fake(query, key, *sizes):
-    counts = (_blocks(rows.shape[2], size) for rows, size in zip((query, key), sizes, strict=True))
-    shapes = ([*rows.shape[:2], count, rows.shape[3]] for rows, count in zip((query, key), counts, strict=True))
+    counts = (_blocks(rows.shape[-2], size) for rows, size in zip((query, key), sizes, strict=True))
+    shapes = ([*rows.shape[:-2], count, rows.shape[-1]] for rows, count in zip((query, key), counts, strict=True))
     return tuple(query.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
@@ -663,8 +663,8 @@ _register("block_means", _block_means_fake, _block_means_vmap, _no_flops)
 
 
 def _block_maxima_fake(query, key, rows, columns, causal, scale):
-    counts = _blocks(query.shape[2], rows), _blocks(key.shape[2], columns)
-    return query.new_empty([*query.shape[:2], *counts], dtype=torch.float32)
+    counts = _blocks(query.shape[-2], rows), _blocks(key.shape[-2], columns)
+    return query.new_empty([*query.shape[:-2], *counts], dtype=torch.float32)
 
 
 def _block_maxima_vmap(info, in_dims, *args):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _policy
 from ._attention_arguments import AttentionGradients, AttentionOptions, AttentionTensors, default_scale, given_sparsity
-from ._attention_derivatives import gradient_jvp
+from ._attention_derivatives import gradient_jvp, in_strides_of
 from ._autograd import (
     Description,
     composite,
@@ -538,10 +538,10 @@ class Attention(Description):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        *tensors, _, _, _ = ctx.saved_tensors
+        *tensors, out, _, _ = ctx.saved_tensors
         *tangents, _ = tangents
         d_out, d_lse, _ = gradient_jvp(AttentionTensors(*tensors), ctx.options, AttentionTensors(*tangents))
-        return d_out, d_lse, torch.zeros_like(d_lse)  # lse_low has no derivative
+        return in_strides_of(out, d_out), d_lse, torch.zeros_like(d_lse)  # lse_low has no derivative
 
 
 def with_max_logit(function: type, forward):
@@ -598,11 +598,11 @@ class _AttentionTraining(Description):
 
     @staticmethod
     def jvp(ctx, d_query, d_key, d_value, *_):
-        *tensors, _, _ = ctx.saved_tensors
+        *tensors, out, _ = ctx.saved_tensors
         none = (None,) * 4
         tensors, tangents = AttentionTensors(*tensors, *none), AttentionTensors(d_query, d_key, d_value, *none)
         d_out, d_lse, _ = gradient_jvp(tensors, ctx.options, tangents)
-        return d_out, torch.cat([d_lse, torch.zeros_like(d_lse)])
+        return in_strides_of(out, d_out), torch.cat([d_lse, torch.zeros_like(d_lse)])
 
 
 def plain_options(causal: bool, scale: float | None, tf32: bool) -> AttentionOptions:

@@ -23,6 +23,7 @@ from ._autograd import (
     dispatches,
     eager_transforms_active,
     is_differentiated,
+    is_traced,
     traces_transforms,
     transforms_active,
     without_derivative,
@@ -41,7 +42,20 @@ from ._checks import (
     is_empty,
     none_as_zero,
 )
-from ._linear_cross_entropy_ops import CALL_ARGUMENTS, chunk_plan, common_dtype, log_probs_of, top_logits, with_z_gradient
+from ._linear_cross_entropy_ops import (
+    ARGUMENTS,
+    CALL_ARGUMENTS,
+    EXTRAS,
+    chunk_plan,
+    common_dtype,
+    define,
+    fake_of_rows,
+    flops_of_rows,
+    forward_of_rows,
+    log_probs_of,
+    top_logits,
+    with_z_gradient,
+)
 from ._ops import InvalidArgument, accumulator_of, below_autograd, is_known, ops
 from ._plain import is_compiling
 from .cross_entropy import (
@@ -172,8 +186,7 @@ class _ReducedLoss(Function):
         kept = (entropy if extras.entropy else None, *(grad if w else None for grad, w in zip(grads, wanted, strict=True)))
         ctx.save_for_backward(*tensors, *kept)
         ctx.options, ctx.wanted, ctx.reduction, ctx.z_loss = options, wanted, reduction, z_loss
-        if not torch.compiler.is_compiling():
-            ctx.set_materialize_grads(False)  # so that grad_lse is None unless lse is differentiated
+        ctx.set_materialize_grads(False)  # so that grad_lse is None unless lse is differentiated
         classes, (ignore_index, *_) = linear_weight.shape[0], options
         loss = reduce_rows(loss, lse, row_weight, target, ignore_index, classes, reduction, z_loss)
         return loss, lse, entropy, *others
@@ -185,9 +198,7 @@ class _ReducedLoss(Function):
         classes = tensors[1].shape[0]
         if entropy is None:
             grad_entropy = None
-        if torch.compiler.is_compiling():
-            grads = tuple(None if g is None else _scaled(g, grad, False) for g in unit_grads)
-        elif grad_lse is not None or grad_entropy is not None or torch.is_grad_enabled():  # with create_graph=True, too
+        if grad_lse is not None or grad_entropy is not None or torch.is_grad_enabled():  # with create_graph=True, too
             cotangents = _cotangents(
                 0.0 if grad is None else grad, classes, *tensors[3:5], ctx.options, ctx.reduction, ctx.z_loss
             )
@@ -197,7 +208,7 @@ class _ReducedLoss(Function):
             grads = (None,) * 4
         else:
             # No later call reads unit_grads, unless the graph is kept for another backward pass.
-            in_place = not torch._C._autograd._get_current_graph_task_keep_graph() and not dispatches()
+            in_place = not torch._C._autograd._get_current_graph_task_keep_graph() and not is_traced()
             grads = tuple(None if g is None else _scaled(g, grad, in_place) for g in unit_grads)
         return *grads, None, None, None, None, None, None, None
 
@@ -207,6 +218,40 @@ def _gradients(tensors, options, wanted, grad_loss, grad_lse, lse_factor, grad_e
     cotangents = grad_loss, grad_lse, lse_factor, wanted, *of_entropy
     found = ops.linear_cross_entropy_backward.default(*tensors, *options, *cotangents)
     return tuple(grad if w else None for grad, w in zip(found, wanted, strict=True))
+
+
+def _reduced(*arguments):
+    """The operator for compiled graphs: _ReducedLoss' results."""
+    call, (reduction, z_loss, *extras) = arguments[:CALL_ARGUMENTS], arguments[CALL_ARGUMENTS:]
+    loss, lse, row_weight, *others = forward_of_rows(*call, *extras)
+    return reduce_rows(loss, lse, row_weight, call[3], call[6], call[1].shape[0], reduction, z_loss), lse, *others
+
+
+def _reduced_fake(*arguments):
+    call, (_, _, *extras) = arguments[:CALL_ARGUMENTS], arguments[CALL_ARGUMENTS:]
+    loss, lse, _, *others = fake_of_rows(*call, *extras)
+    return loss.new_empty([]), lse, *others
+
+
+define(
+    "linear_cross_entropy_reduced",
+    f"({ARGUMENTS}, int reduction, float z_loss, {EXTRAS}) -> (Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, "
+    "Tensor top_log_probs, Tensor top_classes)",
+    _reduced,
+    _reduced_fake,
+    flops_of_rows,
+)
+
+
+@composite(ops.linear_cross_entropy_reduced)
+def _reduced_with_derivative(*arguments):
+    call, (reduction, z_loss, *extras) = arguments[:CALL_ARGUMENTS], arguments[CALL_ARGUMENTS:]
+    tensors, constants, options = call[:4], call[4:6], call[6:]
+    if not (eager_transforms_active() or is_differentiated(constants[0])):
+        wanted, extras = _require_grad(tensors), _RowExtras(*extras)
+        return _ReducedLoss.apply(*tensors, *constants, options, wanted, extras, reduction, z_loss)
+    loss, lse, row_weight, *others = _rows(*call, *extras)
+    return reduce_rows(loss, lse, row_weight, tensors[3], options[0], tensors[1].shape[0], reduction, z_loss), lse, *others
 
 
 @composite(ops.linear_cross_entropy_forward)
@@ -470,9 +515,13 @@ def linear_cross_entropy_impl(
     extras = _RowExtras(return_argmax, return_entropy, top_log_probs)
     if shard is None and _computes_gradients_forward(tensors, weight, products, reduction, return_lse or return_entropy):
         weight = _class_weights(weight, products, target)
-        result, lse, entropy, argmax, *top = _ReducedLoss.apply(
-            *tensors, weight, row_scale, options, _require_grad(tensors), extras, reduction, z_loss
-        )
+        if is_compiling():  # the graph holds an operator, whose derivative has a derivative
+            arguments = (*tensors, weight, row_scale, *options, reduction, z_loss, *extras)
+            result, lse, entropy, argmax, *top = ops.linear_cross_entropy_reduced.default(*arguments)
+        else:
+            result, lse, entropy, argmax, *top = _ReducedLoss.apply(
+                *tensors, weight, row_scale, options, _require_grad(tensors), extras, reduction, z_loss
+            )
     else:
         row_losses = _row_losses if shard is None else shard.row_losses
         loss, lse, row_weight, entropy, argmax, *top = row_losses(tensors, weight, row_scale, options, extras)

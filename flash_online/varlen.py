@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _checked
 from ._attention_arguments import AttentionOptions, AttentionTensors, VarlenTensors, given_sparsity
-from ._attention_derivatives import gradient_jvp
+from ._attention_derivatives import gradient_jvp, in_strides_of
 from ._autograd import Description, differentiable
 from ._canonicalize import cast_and_check, check_attention, check_packed, expand_slopes, longest_of, window_bounds
 from ._checks import none_as_zero
@@ -327,10 +327,10 @@ class _Varlen(Description):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        *tensors, _, _, _ = ctx.saved_tensors
+        *tensors, out, _, _ = ctx.saved_tensors
         *tangents, _, _, _ = tangents
         d_out, d_lse, _ = _varlen_gradient_jvp(ctx, VarlenTensors(*tensors), VarlenTensors(*tangents))
-        return d_out, d_lse, torch.zeros_like(d_lse)
+        return in_strides_of(out, d_out), d_lse, torch.zeros_like(d_lse)
 
 
 class _VarlenBackward(Description):

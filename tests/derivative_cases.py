@@ -428,6 +428,12 @@ def raw_linear_step(x, w, b, target, grad_loss):
     return loss.squeeze(1), lse.squeeze(1)
 
 
+def raw_linear_reduced(x, w, b, target):
+    arguments = (x, w.unsqueeze(1), b.unsqueeze(1), target.unsqueeze(1), None, None, -100, 0.1, x.dtype, 1.0, 0.0)
+    loss, lse, *_ = RAW.linear_cross_entropy_reduced(*arguments, 1, 0.0)
+    return loss, lse.squeeze(1)
+
+
 CASES["raw attention_forward"] = Case(raw_attention(RAW.attention_forward), plain_attention, masked, wide=(4,))
 CASES["raw attention_forward_with_max_logit"] = Case(
     raw_attention(RAW.attention_forward_with_max_logit), plain_attention, masked, wide=(4,)
@@ -480,6 +486,12 @@ CASES["raw cross_entropy_loss"] = Case(
 CASES["raw linear_cross_entropy_forward"] = Case(
     raw_linear,
     lambda x, w, b, t: plain_linear_rows(x, w, b, t, return_entropy=True),
+    linear,
+    targets,
+)
+CASES["raw linear_cross_entropy_reduced"] = Case(
+    raw_linear_reduced,
+    lambda x, w, b, t: plain_linear(x, w, t, linear_bias=b, label_smoothing=0.1, return_lse=True),
     linear,
     targets,
 )

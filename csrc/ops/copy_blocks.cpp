@@ -24,10 +24,12 @@ class PlanReader {
   bool done() const { return at_ == plan_.size(); }
 
  private:
-  static constexpr int64_t kMost = int64_t{1} << 40;  // so that no sum of products overflows
+  static constexpr int64_t kMost = int64_t{1} << 40;
   const std::vector<int64_t>& plan_;
   size_t at_ = 0;
 };
+
+constexpr int64_t kFar = int64_t{1} << 58;  // elements; times the bytes of one it does not overflow
 
 // The bytes from a tensor's first element to its last; 0 without elements.
 int64_t bytes_of(const Tensor& tensor) {
@@ -48,6 +50,12 @@ Tensor next_result(PlanReader& plan, const std::vector<Tensor>& sources) {
   return empty_strided(sizes, strides, like < 0 ? ScalarType::Byte : sources[like].scalar_type(), sources[0]);
 }
 
+// Moves the end of a block by the elements of a dimension; one beyond all memory if that overflows.
+void extend(int64_t& end, int64_t size, int64_t stride) {
+  int64_t reach = 0;
+  if (__builtin_mul_overflow(size - 1, stride, &reach) || __builtin_add_overflow(end, reach, &end) || end > kFar) end = kFar;
+}
+
 // An empty block has a size of 0.
 BlockCopy next_block(PlanReader& plan, const std::vector<Tensor>& sources, const std::vector<Tensor>& results) {
   const Tensor& from = sources[plan.next(0, static_cast<int64_t>(sources.size()) - 1, "a block's source")];
@@ -65,8 +73,8 @@ BlockCopy next_block(PlanReader& plan, const std::vector<Tensor>& sources, const
     block.from_stride[dim] = plan.next_size("a block's stride in its source");
     block.to_stride[dim] = plan.next_size("a block's stride in its result");
     is_empty |= block.size[dim] == 0;
-    from_end += (block.size[dim] - 1) * block.from_stride[dim];
-    to_end += (block.size[dim] - 1) * block.to_stride[dim];
+    extend(from_end, block.size[dim], block.from_stride[dim]);
+    extend(to_end, block.size[dim], block.to_stride[dim]);
   }
   if (is_empty) {
     block.size[0] = 0;

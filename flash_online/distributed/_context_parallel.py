@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._attention_arguments import AttentionOptions
-from .._autograd import differentiable
+from .._autograd import differentiable, is_traced
 from .._canonicalize import (
     canonicalize,
     cast_and_check,
@@ -37,7 +37,7 @@ from ..attention import (
 from ..varlen import varlen_impl
 from ._agreement import checked_on_all_ranks, numbered
 from ._gathered import Gathered, GatheredCall, groups_of
-from ._group import Group, group_of, is_traced, max_of_ranks
+from ._group import Group, group_of, max_of_ranks
 from ._layout import check_layout
 from ._ulysses import PerHead, head_groups, plan_heads, ulysses
 from ._ulysses_eager import EagerCall, takes, ulysses_eager

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._attention_arguments import AttentionOptions, given_sparsity
+from .._autograd import is_traced
 from .._ops import accumulator_of, dense_strides_in_order, ops, surfaced
 from ._agreement import settle
-from ._group import Group, is_traced, max_of_ranks, start_all_gather, start_exchange, start_reduce_scatter, wait
+from ._group import Group, max_of_ranks, start_all_gather, start_exchange, start_reduce_scatter, wait
 from ._layout import by_rank, in_sequence, pieces_of
 
 # What a rank sees of the keys begins at a multiple of this. Kernels pass over blocks of 16, 32, 48, 64, 96 or 128 keys: a row's

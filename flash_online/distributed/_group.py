@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._autograd import dispatches
 from .._ops import InvalidArgument
 
 if not dist.is_available():
@@ -47,12 +46,6 @@ def group_of(group: dist.ProcessGroup | dist.DeviceMesh | None) -> Group:
 def process_group(group: Group | str) -> dist.ProcessGroup:
     """The ProcessGroup itself, also by its name alone."""
     return _resolve_process_group(group if isinstance(group, str) else group.name)
-
-
-def is_traced() -> bool:
-    """Whether the compiler, another tracer, a transform or a mode sees this call. Sizes may then be symbolic, which no cache
-    holds."""
-    return dispatches() or torch._C._len_torch_dispatch_stack() > 0
 
 
 # --- Collectives ------------------------------------------------------------------------------------------------------------

@@ -112,6 +112,10 @@ def shard(
     return shards
 
 
+# Dtypes without a gradient that gloo or NCCL does not take: their bytes are gathered.
+_NO_COLLECTIVES = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 def unshard(
     tensors: Sequence[Tensor],
     dims: Sequence[int] | int,
@@ -150,7 +154,11 @@ def unshard(
     whole, named = [], checked_on_all_ranks(found, check)
     found = numbered(found)
     for _, tensor, dim in named:
-        rows = _Whole.apply(tensor.movedim(dim, 0), found, layout)
+        rows = tensor.movedim(dim, 0)
+        if tensor.dtype in _NO_COLLECTIVES:
+            rows = _Whole.apply(rows.contiguous().view(torch.uint8), found, layout).view(tensor.dtype)
+        else:
+            rows = _Whole.apply(rows, found, layout)
         whole.append(rows.movedim(0, dim).contiguous())
     return whole
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._attention_arguments import AttentionOptions, given_sparsity
-from .._autograd import plain_apply, requires_grad, unwrap_if_dead
+from .._autograd import is_traced, plain_apply, requires_grad, unwrap_if_dead
 from .._copies import BYTES, Copies, copied
 from .._ops import below_autograd, dense_strides_in_order, ops, surfaced
 from ._agreement import settle
-from ._group import Group, all_to_all, is_traced
+from ._group import Group, all_to_all
 from ._ulysses import (
     PLAIN,
     WIDE,

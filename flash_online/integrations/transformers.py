@@ -350,7 +350,8 @@ def _attend_rule(
     if bias is not None:
         if mask is not None and not options["softcap"]:
             query, key, scale = _hide(query, key, mask, options["scale"])
-            mask, options = bias, options | {"scale": scale}
+            out = attention(query, key, value, mask=bias, **positions, **options | {"scale": scale}).transpose(1, 2)
+            return out.masked_fill(_without_keys(mask, queries, **positions), 0).contiguous()
         else:
             mask = bias if mask is None else _with_bias(mask, bias)
     aligned = visible.lower_right or queries == keys or not (causal or window)
@@ -415,6 +416,23 @@ def _attend_documents(
 
 
 _FAR_BELOW = -32768.0  # added to a score it makes the weight 0; representable in every floating dtype
+
+
+def _without_keys(
+    padding: Tensor, queries: int, causal: bool, window: tuple[int | None, int | None] | None, alignment: str
+) -> Tensor:
+    """Whether a query sees no key at all, `[B, 1 or L, 1, 1]`: a number that is added to all of its scores hides none."""
+    seen = padding[:, 0, 0]
+    left, right = window or (None, None)
+    right = 0 if causal else right
+    if left is right is None:
+        return ~seen.any(-1)[:, None, None, None]
+    keys = seen.shape[-1]
+    place = torch.arange(queries, device=seen.device) + (keys - queries if alignment == "lower_right" else 0)
+    begins = torch.zeros_like(place) if left is None else (place - left).clamp(0, keys)
+    ends = torch.full_like(place, keys) if right is None else (place + right + 1).clamp(0, keys)
+    before = torch.nn.functional.pad(seen.cumsum(-1), (1, 0))
+    return (before[:, ends] <= before[:, begins]).view(len(seen), -1, 1, 1)
 
 
 def _hide(query: Tensor, key: Tensor, padding: Tensor, scale: float | None) -> tuple[Tensor, Tensor, float]:

@@ -651,7 +651,24 @@ def test_position_bias_with_padding(device, dtype, heads, batch_of_bias, scaling
     assert not found[2][1, :, 5:].any() and not found[3][1, :, 5:].any()  # no gradient reaches hidden keys
 
 
-def test_position_bias_beside_other_masks():
+@pytest.mark.parametrize("causal", [False, True])
+def test_position_bias_where_a_query_sees_no_key(causal):
+    """It gets 0, as without a bias, and no gradient reaches the keys that padding hides."""
+    query, key, value = (torch.randn(3, 2, 5, 8, requires_grad=True) for _ in range(3))
+    seen = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
+    rule = masking_utils.causal_mask_function if causal else masking_utils.bidirectional_mask_function
+    visible = visible_keys(3, 5, 5, mask_function=rule, attention_mask=seen.bool())
+    bias, module = torch.randn(1, 2, 5, 5, requires_grad=True), nn.Module().eval()
+    out, _ = integration.attend(module, query, key, value, visible, position_bias=bias)
+    assert out.is_contiguous() and not out[2].any() and (not out[1, :2].any() or not causal)
+    out.sum().backward()
+    assert not value.grad[1, :, :2].any() and not value.grad[2].any() and not query.grad[2].any()
+    for zero in (torch.zeros_like(bias), torch.zeros(3, 2, 5, 5)):
+        found, _ = integration.attend(module, query, key, value, visible, position_bias=zero)
+        torch.testing.assert_close(found, integration.attend(module, query, key, value, visible)[0])
+
+
+def test_position_bias_with_other_masks():
     """Causal rule, softcap, documents and dense masks with a bias."""
     module, (query, key, value) = nn.Module().eval(), torch.randn(3, 2, 2, 12, 8)
     bias, padding = torch.randn(1, 2, 12, 12), torch.ones(2, 12, dtype=torch.bool)

@@ -261,3 +261,18 @@ def test_lengths_of_packed_queries_are_called_by_their_names(cache_device):
             flash_online.varlen_attention(rows, pool, pool, starts, None, 3, 8, block_table=table, seqused_k=used)
         with pytest.raises(InvalidArgument, match="^seqused_k: "):
             flash_online.varlen_attention(rows, rows, rows, starts, starts, 3, 3, seqused_k=used)
+
+
+def test_the_append_operator_checks_how_many_rows_its_arrays_have():
+    """Raw operators must not read beyond an array, whatever they are called with."""
+    append = torch.ops.flash_online.cache_append_
+    cache, new, angles = torch.zeros(2, 2, 16, 8), torch.randn(5, 2, 8), torch.rand(5, 4)
+    tail, slots = (angles, angles, None, None, None, False, True), torch.arange(5)
+    with pytest.raises(RuntimeError, match="query: expected 5 rows, one per slot, got"):
+        append(cache, cache.clone(), new, new, torch.randn(9, 2, 8), *(None,) * 4, slots, None, None, *tail)
+    starts = torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="cu_seqlens_q, cu_seqlens_new: expected None with slots"):
+        append(cache, cache.clone(), new, new, new, *(None,) * 4, slots, None, starts, *tail)
+    lengths, rows = torch.zeros(2, dtype=torch.int32), torch.randn(2, 2, 1, 8)
+    with pytest.raises(RuntimeError, match=r"cu_seqlens_q: expected \[3\], got"):
+        append(cache, cache.clone(), rows, rows, torch.randn(6, 2, 8), lengths, *(None,) * 5, starts, *tail)

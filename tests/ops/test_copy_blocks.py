@@ -134,3 +134,10 @@ def test_refused_addresses(device):
     halves = torch.arange(20, dtype=torch.float16, device=device)[1:]
     with pytest.raises(RuntimeError, match="multiples of a block's 16 bytes per unit"):
         RAW([halves], [1, 0, 1, 16, 1, 1, 0, 0, 16, 0, 0, 1, 2, 1, 1])
+
+
+@pytest.mark.parametrize("size, strides", [(2**32 + 1, (2**32, 2**32)), (2**24 + 1, (2**40, 2**40)), (2**40, (1, 1))])
+def test_a_block_whose_end_overflows_is_refused(size, strides):
+    source = torch.arange(16, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="plan: expected a block within its source"):
+        torch.ops.flash_online.copy_blocks([source], [1, -1, 1, 16, 1, 1, 0, 0, 1, 0, 0, 1, size, *strides])

@@ -163,6 +163,7 @@ def row_calls(dtype, layout):
             yield RAW.linear_cross_entropy_forward, (*arguments, argmax, True, 2)
             yield RAW.linear_cross_entropy_backward, (*arguments, rows, rows, rows, wanted, rows, entropy)
             yield RAW.linear_cross_entropy_step, (*arguments, rows, None, wanted, argmax, True, 2)
+            yield RAW.linear_cross_entropy_reduced, (*arguments, 2 if soft else 1, 0.1, argmax, soft, 2)
 
 
 def cached_calls(dtype, layout):

@@ -91,6 +91,49 @@ def test_a_length_from_a_shape_is_not_the_examples(name, tracer):
             torch.testing.assert_close(made(*inputs), Module()(*inputs), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_second_derivatives_of_a_compiled_linear_loss(reduction, backend):
+    """A mean's gradients come from the forward pass, but their derivatives do not: with create_graph after a graph of backend
+    eager, and where all of it is one graph."""
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    table, targets = torch.randn(5, 4, dtype=torch.float64), torch.arange(6) % 5
+
+    def loss(x):
+        return F.linear_cross_entropy(x * x, table, targets, reduction=reduction).sum()
+
+    def twice(loss, x):
+        (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0].detach()
+
+    expected = twice(loss, x)
+    torch._dynamo.reset()
+    if backend == "eager":
+        torch.testing.assert_close(twice(torch.compile(loss, backend=backend, fullgraph=True), x), expected)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        whole = torch.compile(lambda x: twice(loss, x), backend=backend, fullgraph=True)
+        torch.testing.assert_close(whole(x), expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_forward_mode_of_transposed_queries_of_any_length(backend):
+    """A tangent has the strides of its result: torch makes another one from the storage offset, which is symbolic here."""
+
+    def attend(x):
+        return F.scaled_dot_product_attention(*[x.transpose(1, 2)] * 3)
+
+    def attend_with_options(x):
+        x = x.transpose(1, 2)
+        return flash_online.attention(x, x, x, window=(3, 1), return_lse=True)
+
+    for function in (attend, attend_with_options):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, f=function: torch.func.jvp(f, (x,), (torch.ones_like(x),)), backend=backend)
+        for length in (5, 6, 9):
+            x = torch.randn(2, length, 3, 4)
+            torch.testing.assert_close(compiled(x), torch.func.jvp(function, (x,), (torch.ones_like(x),)))
+
+
 def test_a_trace_refuses_a_size_that_it_would_keep():
     x, bad = torch.randn(1, 2, 8, 8), {}
     bad["window"] = lambda x: flash_online.attention(x, x, x, window=(x.shape[2] // 4, 0))

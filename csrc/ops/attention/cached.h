@@ -286,6 +286,13 @@ void check_append(const AppendInputs& in) {
           in.slots ? shape_of(*in.slots) : shape_of(*in.key));
   }
   if (in.query) check_rows(*in.query, "query", queries_are_packed(in), -1, head_dim);
+  if (in.slots) {
+    check(!in.query_starts && !in.new_starts, "cu_seqlens_q, cu_seqlens_new: expected None with slots, got starts");
+    check(!in.query || in.query->size(0) == in.slots->size(0), "query: expected ", in.slots->size(0),
+          " rows, one per slot, got ", in.query ? shape_of(*in.query) : shape_of(first));
+  } else if (in.query_starts) {
+    check(in.query_starts->size(0) == batch + 1, "cu_seqlens_q: expected [", batch + 1, "], got ", shape_of(*in.query_starts));
+  }
   check(in.cosines.has_value() == in.sines.has_value(), "rotary: expected cos and sin, got one of them");
   if (!in.cosines) return;
   check_device(*in.cosines, "rotary", in.key_cache, "key_cache");
