@@ -53,15 +53,20 @@ def try_fast_tiles(blocks: Sequence[Any], query: Tensor, shape: torch.Size, keys
 
 
 def tiles_of_blocks(
-    blocks: tuple[Tensor, Tensor, tuple[int, int] | None] | None, query: Tensor, batch_and_heads: Sequence[int], keys: int
+    blocks: tuple[Tensor, Tensor, tuple[int, int] | None] | None,
+    query: Tensor,
+    batch_and_heads: Sequence[int],
+    queries: int,
+    keys: int,
 ) -> Tensor | None:
     """A list of blocks as the operators take it: bool `[..., 1 or Hq, tiles of queries, blocks of keys]`, with the dimensions
     of `batch_and_heads`, `[..., Hq]`, and size 1 where it broadcasts. Reads no value on the host.
 
     Args:
         blocks: counts, indices and size of a BlockList.
-        query: `[..., Hq, L, E]`.
-        batch_and_heads: query's leading dimensions.
+        query: whose device the list has.
+        batch_and_heads: query's leading dimensions, `[..., Hq]`.
+        queries: L.
         keys: S.
 
     Raises:
@@ -70,7 +75,6 @@ def tiles_of_blocks(
     if blocks is None:
         return None
     counts, indices, size = _checked(blocks, query, batch_and_heads)
-    queries = query.shape[-2]
     if size is None:  # a number of blocks is that of one size alone, unless there is one block
         rows = columns = next((rows for rows in BLOCK_SIZES if counts.shape[-1] == blocks_in(queries, rows)), BLOCK_SIZES[0])
     else:

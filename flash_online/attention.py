@@ -217,7 +217,7 @@ def attention(
         dropout_p=dropout_p, deterministic=deterministic, return_lse=return_lse,
         query_spans=canonical_spans("query_spans", query_spans, query, heads, query.shape[-2]),
         key_spans=canonical_spans("key_spans", key_spans, query, heads, key.shape[-2]),
-        tiles=tiles_of_blocks(blocks, query, heads, key.shape[-2]), return_max_logit=return_max_logit,
+        tiles=tiles_of_blocks(blocks, query, heads, query.shape[-2], key.shape[-2]), return_max_logit=return_max_logit,
     )  # fmt: skip
     return results_of(
         restore(out), restore(lse) if return_lse else None, max_logit if max_logit is None else restore(max_logit)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._attention_arguments import AttentionOptions
 from .._autograd import differentiable, is_traced
+from .._block_arguments import tiles_of_blocks
 from .._canonicalize import (
     canonicalize,
     cast_and_check,
@@ -34,6 +35,7 @@ from ..attention import (
     results_of,
     tf32_for,
 )
+from ..blocks import BlockList
 from ..varlen import varlen_impl
 from ._agreement import checked_on_all_ranks, numbered
 from ._gathered import Gathered, GatheredCall, groups_of
@@ -56,6 +58,12 @@ class _Keywords(AttentionKeywords, SpanKeywords, total=False):
     layout: str
 
 
+class _DenseKeywords(_Keywords, total=False):
+    """Keywords of context_parallel_attention."""
+
+    blocks: BlockList | None
+
+
 class _PackedKeywords(_Keywords, total=False):
     """Keywords of context_parallel_varlen_attention."""
 
@@ -70,7 +78,7 @@ def context_parallel_attention(
     *,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[False] = ...,
-    **options: Unpack[_Keywords],
+    **options: Unpack[_DenseKeywords],
 ) -> Tensor: ...
 @overload
 def context_parallel_attention(
@@ -80,7 +88,7 @@ def context_parallel_attention(
     *,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = ...,
-    **options: Unpack[_Keywords],
+    **options: Unpack[_DenseKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def context_parallel_attention(
@@ -90,7 +98,7 @@ def context_parallel_attention(
     *,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[True],
-    **options: Unpack[_Keywords],
+    **options: Unpack[_DenseKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def context_parallel_attention(
@@ -100,7 +108,7 @@ def context_parallel_attention(
     *,
     return_lse: Literal[True],
     return_max_logit: Literal[True],
-    **options: Unpack[_Keywords],
+    **options: Unpack[_DenseKeywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def context_parallel_attention(
@@ -110,7 +118,7 @@ def context_parallel_attention(
     *,
     return_lse: bool,
     return_max_logit: Literal[False] = ...,
-    **options: Unpack[_Keywords],
+    **options: Unpack[_DenseKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @overload
 def context_parallel_attention(
@@ -120,7 +128,7 @@ def context_parallel_attention(
     *,
     return_lse: bool = ...,
     return_max_logit: bool,
-    **options: Unpack[_Keywords],
+    **options: Unpack[_DenseKeywords],
 ) -> Tensor | tuple[Tensor, ...]: ...
 def context_parallel_attention(
     query: Tensor,
@@ -135,6 +143,7 @@ def context_parallel_attention(
     alignment: str = "upper_left",
     query_spans: Tensor | None = None,
     key_spans: Tensor | None = None,
+    blocks: BlockList | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -161,6 +170,7 @@ def context_parallel_attention(
             return_lse and return_max_logit. Slopes and sinks have all Hq heads, and the same values on all ranks.
         query_spans: as in `attention`, but of the whole sequence, `[..., 1 or Hq, L, 2 or 4]`, the same on all ranks; key_spans
             too.
+        blocks: as in `attention`, of the whole sequence and all heads, the same on all ranks. By Ulysses.
         sinks: `[Hq]`. Its gradient is this rank's part, to be summed over the ranks like any weight gradient.
         dropout_p: 0: dropout is not supported.
         deterministic: as in `attention`.
@@ -193,19 +203,25 @@ def context_parallel_attention(
     def check():
         check_attention(query, key, value, None, -3, **options)
         _check_options(method, layout, dropout_p)
+        _check_blocks(blocks, method)
         q, k, v, _, restore = canonicalize(*cast_and_check("attention", query, key, value, None, dropout_p))
         slopes = None if alibi_slopes is None else expand_slopes(alibi_slopes, q.shape[:-2]).flatten(0, -2)
         _check_rows(q.shape[-2], k.shape[-2], layout)
-        spans = _whole_spans(q, q.shape[:-2], q.shape[-2] * found.ranks, query_spans, key_spans)
-        described = _described("context_parallel_attention", query, key, value, method, layout, options)
-        return described, (q, k, v, slopes, spans, restore)
+        length = q.shape[-2] * found.ranks
+        sparsity = [
+            *_whole_spans(q, q.shape[:-2], length, query_spans, key_spans),
+            tiles_of_blocks(blocks, q, q.shape[:-2], length, length),
+        ]
+        told = options if blocks is None else options | blocks._asdict()
+        described = _described("context_parallel_attention", query, key, value, method, layout, told)
+        return described, (q, k, v, slopes, sparsity, restore)
 
-    q, k, v, slopes, spans, restore = checked_on_all_ranks(found, check)
+    q, k, v, slopes, sparsity, restore = checked_on_all_ranks(found, check)
     batch = q.shape[:-3]
     if len(batch) > 1:
         q, k, v = (tensor.flatten(0, -4) for tensor in (q, k, v))
-        spans = [None if one is None else _flat_batch(one, batch) for one in spans]
-    results = _run(found, q, k, v, slopes, spans, None, 0, method, layout, options)
+        sparsity = [None if one is None else _flat_batch(one, batch) for one in sparsity]
+    results = _run(found, q, k, v, slopes, sparsity, None, 0, method if blocks is None else "ulysses", layout, options)
     if len(batch) > 1:
         results = [None if result is None else result.unflatten(0, batch) for result in results]
     return results_of(*(None if result is None else restore(result) for result in results))
@@ -385,8 +401,17 @@ def _whole_spans(query: Tensor, leading, length: int, query_spans, key_spans) ->
     return [canonical_spans(name, spans, query, leading, length) for name, spans in given.items()]
 
 
+def _check_blocks(blocks: BlockList | None, method: str) -> None:
+    if blocks is None:
+        return
+    if not isinstance(blocks, BlockList):
+        raise TypeError(f"blocks: expected a BlockList or None, got {type(blocks).__name__}")
+    if method == "gathered":
+        raise InvalidArgument("blocks: expected None with method='gathered', whose ranks have rows that cut blocks, got a list")
+
+
 def _flat_batch(spans: Tensor, batch: Sequence[int]) -> Tensor:
-    """Spans of several batch dimensions with one, of size 1 if all sequences share them."""
+    """Spans, or tiles, of several batch dimensions with one, of size 1 if all sequences share them."""
     shared = all(size == 1 for size in spans.shape[:-3])
     return (spans if shared else spans.expand(*batch, *spans.shape[-3:])).flatten(0, -4)
 
@@ -466,7 +491,7 @@ def _mean_keys(length: int, left: int, right: int) -> int:
     return max(sum(seen), 1)
 
 
-def _run(group: Group, q, k, v, slopes, spans, starts, longest: int, method: str, layout: str, options: dict[str, Any]):
+def _run(group: Group, q, k, v, slopes, sparsity, starts, longest: int, method: str, layout: str, options: dict[str, Any]):
     """(out, lse or None, max_logit or None) of tensors [B, H, n, E]; or [n, H, E] of a packed stream, of which `starts` is
     cu_seqlens, else None."""
     group = numbered(group)
@@ -485,6 +510,7 @@ def _run(group: Group, q, k, v, slopes, spans, starts, longest: int, method: str
         else:
             method = _chosen((q.shape, k.shape, v.shape), q.dtype, group.ranks, layout, options["causal"], train)
     if method == "gathered":
+        spans = sparsity[:2]
         has_spans = any(one is not None for one in spans)
         call = GatheredCall(
             *(group, layout, shared._replace(lower_right=True), deterministic, packed, longest, has_spans),
@@ -495,12 +521,13 @@ def _run(group: Group, q, k, v, slopes, spans, starts, longest: int, method: str
         return out, lse if options["return_lse"] else None, max_logit
     # The kernels of packed sequences are as fast with one group.
     count = 1 if packed else head_groups(q, k, v, group.ranks, _mean_keys(q.shape[2] * group.ranks, left, right))
-    others = PerHead(slopes, sinks, *spans)
+    others = PerHead(slopes, sinks, *sparsity)
     if count == 1 and not options["return_max_logit"] and takes(group, q, k, v, starts, *others):
         shared = shared._replace(deterministic=deterministic)
         call = EagerCall(group, layout, shared, deterministic, packed, longest, options["return_lse"])
         return *ulysses_eager(call, q, k, v, others, starts), None
-    operator = _claimed_tiles if count > 1 and _is_static(q, left if left >= 0 else None) else None
+    is_plain = all(one is None for one in sparsity)
+    operator = _claimed_tiles if count > 1 and is_plain and _is_static(q, left if left >= 0 else None) else None
     keywords = {"causal": options["causal"], "window": options["window"] or (None, None), "scale": scale}
     keywords |= {"softcap": float(options["softcap"]), "deterministic": deterministic, "lower_right": packed}
     keywords["return_max_logit"] = options["return_max_logit"]
@@ -510,6 +537,7 @@ def _run(group: Group, q, k, v, slopes, spans, starts, longest: int, method: str
         words = keywords | own._asdict()
         if packed:
             rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+            del words["tiles"]
             out, lse, max_logit = varlen_impl(*rows, starts, starts, longest, longest, **words)
             out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
         else:

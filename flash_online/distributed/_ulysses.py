@@ -75,20 +75,21 @@ def head_groups(query: Tensor, key: Tensor, value: Tensor, ranks: int, keys: int
 
 class PerHead(NamedTuple):
     """What a call has for every query head beyond query, key and value, alike on all ranks: slopes [..., Hq], sinks [Hq], spans
-    [..., 1 or Hq, L, 2 or 4]. Each may be None."""
+    [..., 1 or Hq, L, 2 or 4], tiles of a list of blocks [..., 1 or Hq, tiles of queries, blocks of keys]. Each may be None."""
 
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     query_spans: Tensor | None = None
     key_spans: Tensor | None = None
+    tiles: Tensor | None = None
 
     def of(self, heads: slice) -> PerHead:
         """Views for these heads."""
-        slopes, sinks, *spans = self
+        slopes, sinks, *sparsity = self
         return PerHead(
             None if slopes is None else slopes[..., heads],
             None if sinks is None else sinks[heads],
-            *(one if one is None or one.shape[-3] == 1 else one[..., heads, :, :] for one in spans),
+            *(one if one is None or one.shape[-3] == 1 else one[..., heads, :, :] for one in sparsity),
         )
 
 

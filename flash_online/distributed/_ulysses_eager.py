@@ -69,11 +69,11 @@ def takes(group: Group, query: Tensor, key: Tensor, value: Tensor, *others: Tens
 def ulysses_eager(call: EagerCall, query, key, value, others: PerHead, starts) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of this rank's rows. Slopes and sinks are in the accumulator's dtype; `starts`: cu_seqlens of a packed
     stream, else None."""
-    slopes, sinks, *spans = others
+    slopes, sinks, *sparsity = others
     try:
         if requires_grad((query, key, value, sinks)):
             tensors = (tensor if tensor is None else unwrap_if_dead(tensor) for tensor in (query, key, value, slopes, sinks))
-            out, lse, *_ = _apply(call, *tensors, starts, *spans)
+            out, lse, *_ = _apply(call, *tensors, starts, *sparsity)
         else:
             (out, lse), _ = _forward(call, query, key, value, others, starts)
         return out, lse
@@ -82,18 +82,18 @@ def ulysses_eager(call: EagerCall, query, key, value, others: PerHead, starts) -
 
 
 def _forward(call: EagerCall, query, key, value, others: PerHead, starts):
-    """(out, lse or None) of this rank's rows; and of all rows and its heads query, key, value, slopes, spans, out, lse and
-    lse_low."""
+    """(out, lse or None) of this rank's rows; and of all rows and its heads query, key, value, slopes, spans, tiles, out, lse
+    and lse_low."""
     inputs = (query, key, value)
     whole = _exchanged(call, "heads", inputs, inputs)
-    slopes, sinks, *spans = others.of(call.own_heads(query.shape[1]))
+    slopes, sinks, *sparsity = others.of(call.own_heads(query.shape[1]))
     if call.packed:
         tensors = (*whole, starts, starts, slopes, sinks, None, call.longest, call.longest)
-        results = _run_varlen(*tensors, *call.options, *given_sparsity(*spans))
+        results = _run_varlen(*tensors, *call.options, *given_sparsity(*sparsity))
     else:
-        results = _run_dense(*whole, None, slopes, sinks, None, *call.options, *given_sparsity(*spans))
+        results = _run_dense(*whole, None, slopes, sinks, None, *call.options, *given_sparsity(*sparsity))
     rows = _exchanged(call, "rows", results[: 1 + call.return_lse], (query, None))
-    return (rows[0], rows[1] if call.return_lse else None), (*whole, slopes, *spans, *results)
+    return (rows[0], rows[1] if call.return_lse else None), (*whole, slopes, *sparsity, *results)
 
 
 _run_dense, _run_varlen = below_autograd(ops.attention_forward), below_autograd(ops.attention_varlen_forward)
@@ -101,17 +101,17 @@ _run_backward = below_autograd(ops.attention_backward), below_autograd(ops.atten
 
 
 class _Ulysses(Function):
-    """(call, query, key, value, slopes, sinks, starts, query_spans, key_spans) -> (out, lse or None; query, key and value of
-    all rows and this rank's heads).
+    """(call, query, key, value, slopes, sinks, starts, query_spans, key_spans, tiles) -> (out, lse or None; query, key and
+    value of all rows and this rank's heads).
 
     The caller does not use the last three; the backward pass saves them as results. Where it is differentiated itself, their
     gradients come back to this Function, which exchanges them for those of the inputs: no input has to be saved."""
 
     @staticmethod
-    def forward(ctx, call: EagerCall, query, key, value, slopes, sinks, starts, query_spans, key_spans):
-        others = PerHead(slopes, sinks, query_spans, key_spans)
-        rows, (*whole, slopes, query_spans, key_spans, out, lse, low) = _forward(call, query, key, value, others, starts)
-        ctx.save_for_backward(*whole, slopes, sinks, starts, query_spans, key_spans, out, lse, low)
+    def forward(ctx, call: EagerCall, query, key, value, slopes, sinks, starts, *sparsity):
+        others = PerHead(slopes, sinks, *sparsity)
+        rows, (*whole, slopes, query_spans, key_spans, tiles, out, lse, low) = _forward(call, query, key, value, others, starts)
+        ctx.save_for_backward(*whole, slopes, sinks, starts, query_spans, key_spans, tiles, out, lse, low)
         ctx.call, ctx.inputs = call, tuple((tensor.shape, tensor.stride()) for tensor in (query, key, value))
         ctx.set_materialize_grads(False)
         frozen = [tensor for tensor, needed in zip(whole, ctx.needs_input_grad[1:4], strict=True) if not needed]
@@ -132,7 +132,7 @@ class _Ulysses(Function):
                 *grads, grad_sinks = _backward(ctx, saved, grad_out, grad_lse)
             except RuntimeError as error:
                 raise surfaced(error, given[0]) from None
-        return None, *grads, None, grad_sinks, None, None, None
+        return None, *grads, None, grad_sinks, None, None, None, None
 
 
 _apply = plain_apply(_Ulysses)
@@ -160,8 +160,8 @@ def _backward(ctx, saved: list, grad_out, grad_lse) -> list[Tensor | None]:
 def _of_heads(ctx, saved: list, dense: Callable, varlen: Callable, grad_out, grad_lse) -> tuple[list[Tensor], Tensor | None]:
     """The gradients of query, key and value of all rows and this rank's heads, by these operators, and that of sinks."""
     call = ctx.call
-    *whole, slopes, sinks, starts, query_spans, key_spans, out, lse, low = saved
-    spans = given_sparsity(query_spans, key_spans)
+    *whole, slopes, sinks, starts, query_spans, key_spans, tiles, out, lse, low = saved
+    sparsity = given_sparsity(query_spans, key_spans, tiles)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     heads = call.own_heads(out.shape[1] * call.group.ranks)
@@ -169,10 +169,10 @@ def _of_heads(ctx, saved: list, dense: Callable, varlen: Callable, grad_out, gra
     if call.packed:
         tensors = (grad_out, grad_lse, *whole, starts, starts, slopes, own_sinks, None, out, lse, low)
         options = (call.longest, call.longest, *call.options.for_backward(call.deterministic))
-        *grads, grad_sinks = varlen(*tensors, *options, *spans)
+        *grads, grad_sinks = varlen(*tensors, *options, *sparsity)
     else:
         tensors = (grad_out, grad_lse, *whole, None, slopes, own_sinks, None, out, lse, low)
-        *grads, _, grad_sinks = dense(*tensors, *call.options.for_backward(False, call.deterministic), *spans)
+        *grads, _, grad_sinks = dense(*tensors, *call.options.for_backward(False, call.deterministic), *sparsity)
     if sinks is None or not ctx.needs_input_grad[5]:
         return grads, None
     return grads, torch.nn.functional.pad(grad_sinks, (heads.start, sinks.shape[0] - heads.stop))

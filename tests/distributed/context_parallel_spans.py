@@ -10,6 +10,7 @@ from context_parallel_cases import LAYOUTS, METHODS
 import flash_online
 from flash_online import spans
 from flash_online.distributed import (
+    _context_parallel,
     _gathered,
     _ulysses,
     context_parallel_attention,
@@ -68,9 +69,43 @@ def check_spans_in_groups_of_heads(rank, ranks):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_ulysses, "GROUPED_SCORES", 0)
             patch.setattr(_gathered, "GROUP_BYTES", 1)
+            patch.setattr(_context_parallel, "_is_static", lambda query, left: True)  # Hopper's choice for plain calls
             ours = context_parallel_attention(*shard(whole, 2), method=method, return_lse=True, **words)
         for one, other in zip(ours, expected, strict=True):
             assert torch.equal(one, other), method
+
+
+def check_lists_of_blocks(rank, ranks):
+    """A list of the whole sequence, of all heads and of each head, in one group of heads and in two, eager and compiled: the
+    bits of one process, gradients too."""
+    length, heads, g = 130 * ranks, 4 * ranks, torch.Generator().manual_seed(3)
+    query_blocks, key_blocks = -(-length // 128), -(-length // 64)
+    for batch, leading in (((2,), (heads,)), ((1,), (1,)), ((2, 1), (2, 1, heads)), ((), (heads,))):
+        whole = [torch.randn(*batch, h, length, 8, generator=g) for h in (heads, 2 * ranks, 2 * ranks)]
+        seen = torch.rand(*leading, query_blocks, key_blocks, generator=g) < 0.6
+        words = {"blocks": flash_online.BlockList.from_mask(seen, (128, 64)), "causal": True, "deterministic": True}
+        words["query_spans"] = torch.randint(0, length + 1, (length, 2), generator=g, dtype=torch.int32).sort(-1).values
+        whole = [tensor.requires_grad_() for tensor in whole]
+        out, lse = flash_online.attention(*whole, return_lse=True, **words)
+        grads = torch.autograd.grad(out.sin().sum(), whole)
+        for layout in LAYOUTS:
+            expected = shard([out.detach(), *grads], -2, layout=layout)
+            for scores, compiled in ((_ulysses.GROUPED_SCORES, False), (0, False), (_ulysses.GROUPED_SCORES, batch == (1,))):
+                local = [t.detach().requires_grad_() for t in shard(whole, -2, layout=layout)]
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(_ulysses, "GROUPED_SCORES", scores)
+
+                    def call(*tensors, layout=layout, words=words):
+                        return context_parallel_attention(*tensors, layout=layout, **words)
+
+                    ours = (torch.compile(call, backend="aot_eager") if compiled else call)(*local)
+                    found = [ours, *torch.autograd.grad(ours.sin().sum(), local)]
+                for one, other in zip(found, expected, strict=True):
+                    assert torch.equal(one, other), (batch, layout, scores, compiled)
+    with pytest.raises(flash_online.InvalidArgument, match="blocks: expected None with method='gathered'"):
+        context_parallel_attention(*local, method="gathered", **words)
+    with pytest.raises(flash_online.InvalidArgument, match="blocks: expected counts of"):
+        context_parallel_attention(*local, blocks=flash_online.BlockList.dense(length + 999, length))
 
 
 def check_spans_second_derivatives(rank, ranks):
