@@ -12,7 +12,7 @@ TORCH = "torch's default"  # with the backend that it chooses by itself
 BY_REGISTRY = "flash_online by torch_sdpa"  # ours under torch's own operators
 CONTEXT = (MATH,)  # only for comparison if another peer runs: few rounds suffice
 DIRECTIONS = ("forward", "backward")
-SMALL_CALLS = "small calls"  # the kind of cases whose time is the host's
+SMALL_CALLS = "small calls"  # cases so small that the host's time decides
 
 
 def geometric_mean(values: Iterable[float]) -> float:

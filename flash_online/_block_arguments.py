@@ -64,7 +64,7 @@ def tiles_of_blocks(
 
     Args:
         blocks: counts, indices and size of a BlockList.
-        query: whose device the list has.
+        query: the list is on its device.
         batch_and_heads: query's leading dimensions, `[..., Hq]`.
         queries: L.
         keys: S.

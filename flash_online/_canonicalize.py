@@ -126,7 +126,7 @@ def broadcast_heads(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 
 def expand_sinks(sinks: Tensor | None, heads: int) -> Tensor | None:
-    """The sinks [heads] of a call, of which one query head's are those of all heads that it is expanded to."""
+    """Sinks as [heads]: the sink of a single query head is broadcast with it."""
     return sinks if sinks is None or is_known(sinks.shape[0] == heads) else sinks.expand(heads)
 
 

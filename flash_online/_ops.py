@@ -575,7 +575,7 @@ def _attention_weight_sums_fake(query, key, lse, window_left, window_right, lowe
 
 
 def _with_batch(operator, count, info, in_dims, args):
-    """The results of an operator whose first `count` arguments have a batch: the mapped dimension and the batch in one."""
+    """The vmap rule of an operator whose first `count` arguments have a batch, into which it folds the mapped dimension."""
     tensors = [_front(tensor, dim, info.batch_size) for tensor, dim in zip(args[:count], in_dims[:count], strict=True)]
     results = operator(*(tensor.flatten(0, 1) for tensor in tensors), *args[count:])
     return tree_map(lambda result: result.unflatten(0, tensors[0].shape[:2]), results)

@@ -85,6 +85,13 @@ def _subclass_refusal(tensor: Tensor, function: str, position: int, dim) -> str 
     return dtensor_refusal(function, position, tensor, dim)
 
 
+def layout_refusal(tensor: Tensor) -> str | None:
+    """Returns why a tensor has no strides that kernels could read it by, or None if it has."""
+    if tensor.is_nested:
+        return "a nested tensor"
+    return None if tensor.layout is torch.strided else f"a sparse tensor ({tensor.layout})"
+
+
 def refusal(
     function: str, *tensors: Tensor | None, dtype: torch.dtype | None = None, dim: Any = None, first: int = 0
 ) -> str | None:
@@ -100,10 +107,9 @@ def refusal(
             reason = _subclass_refusal(tensor, function, position, dim)
             if reason is not None:
                 return reason
-        if tensor.is_nested:
-            return "a nested tensor"
-        if tensor.layout is not torch.strided:
-            return f"a sparse tensor ({tensor.layout})"
+        reason = layout_refusal(tensor)
+        if reason is not None:
+            return reason
         if tensor.is_quantized:
             return f"a quantized tensor ({tensor.dtype})"
         if tensor.is_complex():

@@ -27,7 +27,7 @@ from ._checks import none_as_zero, unexpected_keyword, without_others
 from ._ops import accumulator_of, below_autograd, ops, surfaced
 from ._plain import NUMBERS, are_plain, is_grad_enabled
 from ._span_arguments import canonical_spans
-from .blocks import BlockList
+from .blocks import BlockList, check_blocks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -227,8 +227,7 @@ def attention(
 def _check_keywords(blocks: object, others: dict[str, object]) -> None:
     if others:
         raise unexpected_keyword("attention", next(iter(others)))
-    if blocks is not None and not isinstance(blocks, BlockList):
-        raise TypeError(f"blocks: expected a BlockList or None, got {type(blocks).__name__}")
+    check_blocks(blocks)
 
 
 def results_of(out: Tensor, lse: Tensor | None, max_logit: Tensor | None) -> Tensor | tuple[Tensor, ...]:

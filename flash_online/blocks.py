@@ -158,6 +158,12 @@ class BlockList(NamedTuple):
         return BlockList.from_mask(seen.transpose(-1, -2), None if size is None else (size[1], size[0]))
 
 
+def check_blocks(blocks: object) -> None:
+    """Raises TypeError unless this is a BlockList or None."""
+    if blocks is not None and not isinstance(blocks, BlockList):
+        raise TypeError(f"blocks: expected a BlockList or None, got {type(blocks).__name__}")
+
+
 def block_scores(
     query: Tensor,
     key: Tensor,
@@ -192,9 +198,9 @@ def block_scores(
     check_block_size(size)
     check_floating("query", query.dtype)
     for name, tensor in (("query", query), ("key", key)):
-        if tensor.is_nested or tensor.layout is not torch.strided:
-            kind = "a nested tensor" if tensor.is_nested else f"a sparse tensor ({tensor.layout})"
-            raise _policy.no_kernel("block_scores", f"{name}: {kind}")
+        reason = _policy.layout_refusal(tensor)
+        if reason is not None:
+            raise _policy.no_kernel("block_scores", f"{name}: {reason}")
     scale = None if scale is None else check_float("scale", scale)
     if reduce not in ("mean", "max"):
         raise InvalidArgument(f"reduce: expected 'mean' or 'max', got {reduce!r}")

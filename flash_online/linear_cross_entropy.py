@@ -9,6 +9,7 @@ plain torch operations over our cross-entropy, and keep the logits.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict, overload
 
 import torch
@@ -220,11 +221,15 @@ def _gradients(tensors, options, wanted, grad_loss, grad_lse, lse_factor, grad_e
     return tuple(grad if w else None for grad, w in zip(found, wanted, strict=True))
 
 
-def _reduced(*arguments):
-    """The operator for compiled graphs: _ReducedLoss' results."""
+def _reduced_by(rows_of: Callable, arguments):
+    """_ReducedLoss' results from the rows that `rows_of` computes, for arguments of linear_cross_entropy_reduced."""
     call, (reduction, z_loss, *extras) = arguments[:CALL_ARGUMENTS], arguments[CALL_ARGUMENTS:]
-    loss, lse, row_weight, *others = forward_of_rows(*call, *extras)
+    loss, lse, row_weight, *others = rows_of(*call, *extras)
     return reduce_rows(loss, lse, row_weight, call[3], call[6], call[1].shape[0], reduction, z_loss), lse, *others
+
+
+def _reduced(*arguments):
+    return _reduced_by(forward_of_rows, arguments)
 
 
 def _reduced_fake(*arguments):
@@ -250,8 +255,7 @@ def _reduced_with_derivative(*arguments):
     if not (eager_transforms_active() or is_differentiated(constants[0])):
         wanted, extras = _require_grad(tensors), _RowExtras(*extras)
         return _ReducedLoss.apply(*tensors, *constants, options, wanted, extras, reduction, z_loss)
-    loss, lse, row_weight, *others = _rows(*call, *extras)
-    return reduce_rows(loss, lse, row_weight, tensors[3], options[0], tensors[1].shape[0], reduction, z_loss), lse, *others
+    return _reduced_by(_rows, arguments)
 
 
 @composite(ops.linear_cross_entropy_forward)
@@ -515,7 +519,7 @@ def linear_cross_entropy_impl(
     extras = _RowExtras(return_argmax, return_entropy, top_log_probs)
     if shard is None and _computes_gradients_forward(tensors, weight, products, reduction, return_lse or return_entropy):
         weight = _class_weights(weight, products, target)
-        if is_compiling():  # the graph holds an operator, whose derivative has a derivative
+        if is_compiling():  # a Function that Dynamo traces has no second derivative, that of an operator does
             arguments = (*tensors, weight, row_scale, *options, reduction, z_loss, *extras)
             result, lse, entropy, argmax, *top = ops.linear_cross_entropy_reduced.default(*arguments)
         else:

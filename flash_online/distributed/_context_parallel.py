@@ -19,6 +19,7 @@ from .._canonicalize import (
     check_attention,
     check_longest,
     check_packed,
+    expand_sinks,
     expand_slopes,
     window_bounds,
 )
@@ -35,7 +36,7 @@ from ..attention import (
     results_of,
     tf32_for,
 )
-from ..blocks import BlockList
+from ..blocks import BlockList, check_blocks
 from ..varlen import varlen_impl
 from ._agreement import checked_on_all_ranks, numbered
 from ._gathered import Gathered, GatheredCall, groups_of
@@ -203,7 +204,9 @@ def context_parallel_attention(
     def check():
         check_attention(query, key, value, None, -3, **options)
         _check_options(method, layout, dropout_p)
-        _check_blocks(blocks, method)
+        check_blocks(blocks)
+        if blocks is not None and method == "gathered":
+            raise InvalidArgument("blocks: expected None with method='gathered', where a rank's rows may cut blocks, got one")
         q, k, v, _, restore = canonicalize(*cast_and_check("attention", query, key, value, None, dropout_p))
         slopes = None if alibi_slopes is None else expand_slopes(alibi_slopes, q.shape[:-2]).flatten(0, -2)
         _check_rows(q.shape[-2], k.shape[-2], layout)
@@ -401,15 +404,6 @@ def _whole_spans(query: Tensor, leading, length: int, query_spans, key_spans) ->
     return [canonical_spans(name, spans, query, leading, length) for name, spans in given.items()]
 
 
-def _check_blocks(blocks: BlockList | None, method: str) -> None:
-    if blocks is None:
-        return
-    if not isinstance(blocks, BlockList):
-        raise TypeError(f"blocks: expected a BlockList or None, got {type(blocks).__name__}")
-    if method == "gathered":
-        raise InvalidArgument("blocks: expected None with method='gathered', whose ranks have rows that cut blocks, got a list")
-
-
 def _flat_batch(spans: Tensor, batch: Sequence[int]) -> Tensor:
     """Spans, or tiles, of several batch dimensions with one, of size 1 if all sequences share them."""
     shared = all(size == 1 for size in spans.shape[:-3])
@@ -497,7 +491,8 @@ def _run(group: Group, q, k, v, slopes, sparsity, starts, longest: int, method: 
     group = numbered(group)
     accumulator, packed = accumulator_of(q.dtype), starts is not None
     slopes = None if slopes is None else slopes.to(accumulator)
-    sinks = None if options["sinks"] is None else options["sinks"].to(accumulator).contiguous()
+    sinks = expand_sinks(options["sinks"], q.shape[1])
+    sinks = None if sinks is None else sinks.to(accumulator).contiguous()
     left, right = window_bounds(options["window"] or (None, None))
     right = 0 if options["causal"] else right
     scale = default_scale(q.shape[-1]) if options["scale"] is None else float(options["scale"])

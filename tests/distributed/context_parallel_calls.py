@@ -92,6 +92,13 @@ def check_shapes(rank, ranks):
                 torch.testing.assert_close(ours, shard([whole], -2)[0], rtol=0, atol=1e-5)
             assert torch.equal(context_parallel_attention(*local, causal=True, method=method), results[0])
 
+    wholes = [torch.randn(1, n, 5), *torch.randn(2, 3, n, 5)]
+    for sinks in (torch.randn(1), torch.randn(3)):  # of the query head, or of all heads that it becomes
+        expected = flash_online.attention(*wholes, sinks=sinks)
+        for method in METHODS:
+            ours = context_parallel_attention(*shard(wholes, -2), sinks=sinks, method=method)
+            assert torch.equal(ours, shard([expected], -2)[0]), (sinks.shape, method)
+
     storage = torch.randn(2, n, 4, 8)  # [batch, rows, heads, width], as projections leave it
     whole = storage.transpose(1, 2)
     (part,) = shard([storage], 1)
